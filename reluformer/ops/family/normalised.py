@@ -1,0 +1,130 @@
+"""Attentions normalised over the row: softmax and what replaces or amends it.
+
+Every function maps `Scores` to weights [..., Tq, Tk]. Hidden keys enter no sum, maximum or minimum,
+and a row that sees nothing gets zeros.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reluformer.ops.memory import Scores, hide
+from reluformer.ops.rule import per_head
+
+
+def softmax(scores: Scores) -> Tensor:
+    """exp(s) / sum exp(s)."""
+    return _divide(*_exponentials(scores, scores.peak()))
+
+
+def sink(scores: Scores, *, sink: float | Tensor = 0.0) -> Tensor:
+    """exp(s) / (exp(b) + sum exp(s)): a softmax with one more key of score b and value zero.
+
+    `sink` is b, a number or one value per head [H].
+    """
+    level = torch.as_tensor(per_head(sink), dtype=scores.values.dtype, device=scores.values.device)
+    peak = torch.maximum(scores.peak(), level.detach())
+    exponentials, total = _exponentials(scores, peak)
+    return exponentials / (total + (level - peak).exp())
+
+
+def softmax1(scores: Scores) -> Tensor:
+    """exp(s) / (1 + sum exp(s)): no head is forced to attend."""
+    return sink(scores, sink=0.0)
+
+
+def ssmax(scores: Scores, *, temperature: float | Tensor = 1.0) -> Tensor:
+    """softmax(t_h ln(n) s): the sharpness grows with the length; t_h is a number or [H]."""
+    return softmax(scores.times(per_head(temperature) * scores.n.clamp_min(1).log()))
+
+
+def softpick(scores: Scores, *, epsilon: float = 1e-6) -> Tensor:
+    """ReLU(e^s - 1) / (sum |e^s - 1| + epsilon)."""
+    # Numerator and denominator are shifted alike by m = max(0, row maximum); epsilon follows.
+    shift = scores.peak().clamp_min(0)
+    floor = (-shift).exp()
+    excess = hide((scores.hidden_as(-torch.inf) - shift).exp() - floor, scores.visible)
+    return excess.relu() / (excess.abs().sum(dim=-1, keepdim=True) + epsilon * floor)
+
+
+def cog(scores: Scores) -> Tensor:
+    """sign(s) softmax(|s|). The paper keeps softmax in the first and the last layer."""
+    sizes = Scores(scores.values.abs(), scores.visible, scores.width)
+    return scores.values.sign() * softmax(sizes)
+
+
+def self_adjust(scores: Scores) -> Tensor:
+    """s softmax(s)."""
+    return scores.values * softmax(scores)
+
+
+def self_adjust_normalised(scores: Scores) -> Tensor:
+    """(s - min(s_min, 0)) / (max(s_max, 0) - min(s_min, 0)) softmax(s)."""
+    high = scores.hidden_as(-torch.inf).amax(dim=-1, keepdim=True).clamp_min(0)
+    low = scores.hidden_as(torch.inf).amin(dim=-1, keepdim=True).clamp_max(0)
+    spread = high - low
+    # All scores zero: 0 / 0 in the paper's formula, no weight here.
+    spread = spread + (spread == 0)
+    return (scores.values - low) / spread * softmax(scores)
+
+
+def top_k(scores: Scores, *, k: int = 8) -> Tensor:
+    """softmax over the k largest scores of the row; rows with fewer visible keys keep them all."""
+    values = scores.hidden_as(-torch.inf)
+    smallest_kept = values.detach().topk(min(k, values.shape[-1]), dim=-1).values[..., -1:]
+    kept = values.detach() >= smallest_kept
+    visible = kept if scores.visible is None else kept & scores.visible
+    return softmax(Scores(values.masked_fill(~visible, 0.0), visible, scores.width))
+
+
+def assa(scores: Scores, *, mix: Tensor | None = None) -> Tensor:
+    """a softmax(s) + b ReLU(s)^2 with (a, b) = softmax(mix); `mix` is [2], ones by default.
+
+    The squared branch is unnormalised, as in the paper.
+    """
+    shares = torch.ones(2).softmax(0) if mix is None else mix.softmax(0)
+    shares = shares.to(scores.values)
+    return shares[0] * softmax(scores) + shares[1] * scores.values.relu().square()
+
+
+def lssa(scores: Scores) -> Tensor:
+    """softplus(ln D ln n cos(q, k)), divided by its row sum."""
+    sharpness = math.log(scores.width) * scores.n.clamp_min(1).log()
+    weights = functional.softplus(scores.times(sharpness).values)
+    return _share(weights, scores.visible)
+
+
+def lssar(scores: Scores, *, power: float = 3.0) -> Tensor:
+    """ReLU(n A - 1)^power, divided by its row sum, with A = lssa; no offset while n <= 3."""
+    n = scores.n
+    lifted = (n * lssa(scores) - (n > 3).to(n.dtype)).relu()
+    # Powers of numbers up to n overflow; the row sum cancels a division by the row maximum.
+    peak = lifted.detach().amax(dim=-1, keepdim=True)
+    return _share((lifted / (peak + (peak == 0))) ** power, scores.visible)
+
+
+def differential(first: Scores, *, second: Scores, lam: float | Tensor = 0.2) -> Tensor:
+    """softmax(s1) - lambda softmax(s2), s1 and s2 from the two halves of D.
+
+    `lam` is lambda, a number or one value per head [H]; 0.2 is the paper's value for layer 0.
+    """
+    return softmax(first) - per_head(lam) * softmax(second)
+
+
+def _exponentials(scores: Scores, peak: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(s - peak), zero where hidden, and its row sum."""
+    exponentials = (scores.hidden_as(-torch.inf) - peak).exp()
+    return exponentials, exponentials.sum(dim=-1, keepdim=True)
+
+
+def _divide(weights: Tensor, total: Tensor) -> Tensor:
+    # An empty row has weights 0 and total 0; dividing by 1 there keeps value and gradient 0.
+    return weights / (total + (total == 0))
+
+
+def _share(weights: Tensor, visible: Tensor | None) -> Tensor:
+    """Non-negative weights divided by their sum over the visible keys."""
+    weights = hide(weights, visible)
+    return _divide(weights, weights.sum(dim=-1, keepdim=True))

@@ -1,0 +1,94 @@
+"""Rectified attentions: weights from max(s - threshold, 0), with no statistic over the row.
+
+Each function takes its options and returns a `Rectified` rule, so that one fast implementation
+serves them all. s is the scaled score, n the number of keys the row can see.
+"""
+
+import math
+from functools import partial
+
+from torch import Tensor
+
+from reluformer.ops.memory import Scores
+from reluformer.ops.rule import Rectified, per_head
+
+
+def relu(
+    *,
+    gamma: float | Tensor = 1.0,
+    length_exponent: float = 0.5,
+    power: int = 1,
+    threshold: float | Tensor = 0.0,
+    negative_slope: float = 0.0,
+) -> Rectified:
+    """ReLUFormer: ReLU(s - threshold)^power / (gamma * (n/2)^length_exponent)."""
+    return Rectified(gamma, length_exponent, power, threshold, negative_slope)
+
+
+def relu_n(*, length_exponent: float = 1.0) -> Rectified:
+    """ReLU(s) / n^length_exponent; the paper finds exponents near 1 best."""
+    return Rectified(gamma=2.0**length_exponent, length_exponent=length_exponent)
+
+
+def rela() -> Rectified:
+    """ReLU(s), unscaled: the RMSNorm and gate on the output do the normalising."""
+    return Rectified(length_exponent=0.0)
+
+
+def squared_relu() -> Rectified:
+    """ReLU(s)^2 / n, the scaling in the text of the GAU paper."""
+    return Rectified(gamma=2.0, length_exponent=1.0, power=2)
+
+
+def squared_relu_n2() -> Rectified:
+    """ReLU(s / n)^2 = ReLU(s)^2 / n^2, the scaling in the code of the GAU paper's appendix."""
+    return Rectified(gamma=4.0, length_exponent=2.0, power=2)
+
+
+def leaky_relu(*, negative_slope: float = 0.1, length_exponent: float = 0.5) -> Rectified:
+    """LeakyReLU(s) / (n/2)^length_exponent.
+
+    Unconfirmed: the paper's abstract does not state a scale; ours is ReLUFormer's.
+    """
+    return Rectified(length_exponent=length_exponent, negative_slope=negative_slope)
+
+
+def cosine_relu(*, temperature: float | Tensor = 1.0) -> Rectified:
+    """ReLU(t_h cos(q, k)) over tokens, unnormalised; `temperature` is a number or [H].
+
+    The paper attends over channels, which would leak the future; ours is over tokens.
+    """
+    return Rectified(gamma=1 / temperature, length_exponent=0.0)
+
+
+def tra(
+    scores: Scores, *, beta: float | Tensor = 1.0, kappa: float = 1.0, power: int = 2
+) -> Tensor:
+    """ReLU(cos(q, k) - tau)^power with tau = beta * sqrt(2 ln(n / kappa) / D).
+
+    The paper's row index i + 1 is n. tau is the level that the largest of n random cosines in D
+    dimensions reaches, so that a key must beat chance to be read.
+    """
+    log_n = (scores.n.clamp_min(1) / kappa).log().clamp_min(0)
+    return Rectified(
+        length_exponent=0.0,
+        power=power,
+        threshold=(2 * log_n).sqrt() * beta / math.sqrt(scores.width),
+    )(scores)
+
+
+def tda(
+    first: Scores,
+    *,
+    second: Scores,
+    lam: float | Tensor = 0.5,
+    beta: float | Tensor = 1.0,
+    kappa: float = 1.0,
+    power: int = 2,
+) -> Tensor:
+    """tra(s1) - lambda tra(s2), s1 and s2 from the two halves of D.
+
+    `lam` is lambda in (0, 1), a number or one value per head [H]; 0.5 is our choice.
+    """
+    read_by = partial(tra, beta=beta, kappa=kappa, power=power)
+    return read_by(first) - per_head(lam) * read_by(second)

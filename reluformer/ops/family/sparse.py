@@ -1,0 +1,59 @@
+"""Sparse attentions on the simplex: alpha-entmax, with sparsemax and entmax-1.5 as two members."""
+
+import torch
+from torch import Tensor
+
+from reluformer.errors import UserError
+from reluformer.ops.memory import Scores, hide
+from reluformer.ops.rule import per_head
+
+NEWTON_STEPS = 30
+
+
+def entmax(scores: Scores, *, alpha: float | Tensor = 1.5) -> Tensor:
+    """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)), tau such that the row sums to 1.
+
+    `alpha` in (1, 2] is a number or one value per head [H]; it may be learned.
+    """
+    if not isinstance(alpha, Tensor) and not 1 < alpha <= 2:
+        raise UserError(f"alpha must be greater than 1 and at most 2, got {alpha}")
+    slope = torch.as_tensor(per_head(alpha), device=scores.values.device) - 1
+    slope = slope.to(scores.values.dtype)
+    power = 1 / slope
+    # Entmax does not change when a row is shifted: with the peak at 0, tau lies in [-1, 0].
+    values = slope * hide(scores.values - scores.peak(), scores.visible, -torch.inf)
+    return (values - _row_threshold(values, power)).clamp_min(0) ** power
+
+
+def sparsemax(scores: Scores) -> Tensor:
+    """max(s - tau, 0), the Euclidean projection of the scores onto the simplex."""
+    return entmax(scores, alpha=2.0)
+
+
+def entmax15(scores: Scores) -> Tensor:
+    """max(s / 2 - tau, 0)^2 with tau such that the row sums to 1."""
+    return entmax(scores, alpha=1.5)
+
+
+def _row_threshold(values: Tensor, power: Tensor) -> Tensor:
+    """tau [..., Tq, 1] with sum max(values - tau, 0)^power = 1, for row maxima of 0 and power >= 1.
+
+    The sum is convex and decreasing in tau, so Newton's method started at -1, left of the root,
+    climbs to it without overshooting. The search leaves no graph; one more Newton step, on a graph,
+    then has exactly the gradient that the implicit function theorem gives tau.
+    """
+    with torch.no_grad():
+        tau = values.new_full((*values.shape[:-1], 1), -1.0)
+        for _ in range(NEWTON_STEPS):
+            tau = tau + _newton_step(values, tau, power)
+    return tau + _newton_step(values, tau, power)
+
+
+def _newton_step(values: Tensor, tau: Tensor, power: Tensor) -> Tensor:
+    distance = (values - tau).clamp_min(0)
+    surplus = (distance**power).sum(dim=-1, keepdim=True) - 1
+    with torch.no_grad():
+        live = distance > 0
+        slope = (power * torch.where(live, distance, 1.0) ** (power - 1) * live).sum(-1, True)
+        slope = slope + (slope == 0)
+    return surplus / slope

@@ -1,0 +1,51 @@
+"""The reference implementation: eager, readable, every attention, any device, torch alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.definition import Attention
+from reluformer.ops.memory import Scores, hide, read
+from reluformer.ops.stats import summarise
+
+
+def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
+    """Score, weigh, read, finish: the definition that every other implementation must match.
+
+    Half-precision inputs are computed in float32; the output has the dtype of the input.
+    """
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    q, k, v = (tensor.to(dtype) for tensor in (call.q, call.k, call.v))
+    # Query heads h of one group share a key/value head: [B, Hkv, ...] becomes [B, H, ...].
+    k, v = (tensor.repeat_interleave(call.groups, dim=1) for tensor in (k, v))
+    visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
+    if attention.halves:
+        first, second = (
+            score(attention, call, half_q, half_k, visible)
+            for half_q, half_k in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
+        )
+        weigh = attention.weigh_with({**options, "second": second})
+    else:
+        first = score(attention, call, q, k, visible)
+        weigh = attention.weigh_with(options)
+    output, weights = read(first, v, weigh, call.dropout_p)
+    output = attention.finish_with(output, options)
+    return AttentionResult(
+        output=output.to(call.q.dtype),
+        weights=weights if call.return_weights else None,
+        stats=summarise(weights, visible) if call.return_stats else None,
+    )
+
+
+def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tensor | None) -> Scores:
+    """Scores [B, H, Tq, Tk] of q [B, H, Tq, D] and k [B, H, Tk, D], zero where hidden."""
+    if attention.cosine:
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+    values = (q * call.scale) @ k.transpose(-2, -1)
+    if call.bias is not None:
+        values = values + call.bias
+    return Scores(hide(values, visible), visible, q.shape[-1])

@@ -1,0 +1,67 @@
+"""The rectified rule: one formula that covers the ReLU family."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reluformer.errors import UserError
+from reluformer.ops.memory import Scores
+
+
+@dataclass(frozen=True)
+class Rectified:
+    """w = f(s - threshold)^power / (gamma * (n / 2)^length_exponent), f a (leaky) ReLU.
+
+    With unit-variance scores the sum of n rectified values has variance n/2, so exponent 0.5 keeps
+    the output's variance at 1 for every length (ReLUFormer, Eq. 6). Exponent 1 with gamma 2 is
+    ReLU/n (Wortsman et al. 2023), exponent 0 is plain ReLU. A negative threshold opens keys.
+
+    gamma and threshold are numbers or tensors of one value per head, [H]; a threshold may also be
+    one per row, broadcastable to [B, H, Tq, 1].
+    """
+
+    gamma: float | Tensor = 1.0
+    length_exponent: float = 0.5
+    power: int = 1
+    threshold: float | Tensor = 0.0
+    negative_slope: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gamma, (int, float)) and not self.gamma > 0:
+            raise UserError(f"gamma must be greater than 0, got {self.gamma}")
+        if self.power not in (1, 2):
+            raise UserError(f"power must be 1 or 2, got {self.power}")
+        if not self.length_exponent >= 0:
+            raise UserError(f"length_exponent must be at least 0, got {self.length_exponent}")
+        if not 0 <= self.negative_slope < 1:
+            raise UserError(f"negative_slope must be in [0, 1), got {self.negative_slope}")
+
+    def __call__(self, scores: Scores) -> Tensor:
+        """Weights [..., Tq, Tk]."""
+        shifted = scores.values
+        if isinstance(self.threshold, Tensor) or self.threshold != 0:
+            shifted = shifted - per_head(self.threshold)
+        if self.negative_slope > 0:
+            active = torch.nn.functional.leaky_relu(shifted, self.negative_slope)
+        else:
+            active = torch.relu(shifted)
+        if self.power == 2:
+            active = active.square()
+        return active * self.row_scale(scores)
+
+    def row_scale(self, scores: Scores) -> Tensor | float:
+        """c = 1 / (gamma * (n/2)^length_exponent), broadcastable to [B, H, Tq, 1]."""
+        gamma = per_head(self.gamma)
+        if self.length_exponent == 0:
+            return 1 / gamma
+        # A row that sees nothing has no weight to scale; n = 1 there keeps the division finite.
+        n = scores.n.clamp_min(1)
+        return (n / 2) ** -self.length_exponent / gamma
+
+
+def per_head(value: float | Tensor) -> float | Tensor:
+    """A number as it is; one value per head [H] as [H, 1, 1], to meet [B, H, Tq, Tk]."""
+    if isinstance(value, Tensor) and value.dim() == 1:
+        return value.view(-1, 1, 1)
+    return value

@@ -1,0 +1,50 @@
+"""Softmax attention through torch's fused kernels, so that comparisons meet softmax at its best."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.definition import Attention
+from reluformer.ops.visibility import Visibility
+
+
+def why_not(attention: Attention, call: Call, options: Mapping[str, Any]) -> str | None:
+    """Why this call cannot run here, or None."""
+    if attention.name != "softmax":
+        return "torch's fused kernels compute softmax only"
+    if call.return_weights or call.return_stats:
+        return "torch's fused kernels return neither weights nor statistics"
+    return None
+
+
+def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
+    """`torch.nn.functional.scaled_dot_product_attention` with our masks and empty rows."""
+    rows, keys = call.q.shape[2], call.k.shape[2]
+    rules = call.visibility
+    # torch aligns `is_causal` to the start, we to the end: the same only for square maps.
+    plainly_causal = rules == Visibility(causal=True) and rows == keys and call.bias is None
+    visible = None if plainly_causal else rules.table(rows, keys, call.q.device)
+    mask, empty = visible, None
+    if visible is not None:
+        # A row that sees nothing would be NaN: let it see everything, then silence its output.
+        empty = ~visible.any(dim=-1, keepdim=True)
+        mask = visible | empty
+    if call.bias is not None:
+        mask = call.bias if mask is None else torch.where(mask, call.bias, -torch.inf)
+        mask = mask.to(call.q.dtype)
+    output = functional.scaled_dot_product_attention(
+        call.q,
+        call.k,
+        call.v,
+        attn_mask=mask,
+        dropout_p=call.dropout_p,
+        is_causal=plainly_causal,
+        scale=call.scale,
+        enable_gqa=call.groups > 1,
+    )
+    if empty is not None:
+        output = output.masked_fill(empty, 0.0)
+    return AttentionResult(output, None, None)

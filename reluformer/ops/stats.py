@@ -1,0 +1,64 @@
+"""Statistics of the weights of each query row."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from reluformer.ops.memory import hide
+
+
+class Stats(NamedTuple):
+    """What each query row does with its keys; every field is [B, H, Tq].
+
+    For signed weights the sums and entropies are those of the absolute weights.
+    """
+
+    row_sum: Tensor
+    """sum_j |w_ij|, differentiable."""
+    entropy: Tensor
+    """Entropy of the row-normalised weights, in nats, differentiable; 0 in a row without weight."""
+    raw_entropy: Tensor
+    """-sum_j |w_ij| ln |w_ij|, differentiable."""
+    zeros: Tensor
+    """Share of the visible keys whose weight is exactly zero; 0 in a row that sees nothing."""
+    max: Tensor
+    """Largest weight, differentiable; 0 in a row that sees nothing."""
+    visible: Tensor
+    """n, the number of keys the row can see."""
+
+
+def summarise(weights: Tensor, visible: Tensor | None) -> Stats:
+    """Statistics of weights [B, H, Tq, Tk] under a visibility table broadcastable to them."""
+    if visible is None:
+        visible = torch.ones_like(weights, dtype=torch.bool)
+    visible = visible.expand_as(weights)
+    size = weights.abs()
+    row_sum = size.sum(dim=-1)
+    log_sum = sum_of_w_log_w(size)
+    n = visible.sum(dim=-1).to(weights.dtype)
+    zeros = (visible & (weights == 0)).sum(dim=-1) / n.clamp_min(1)
+    largest = hide(weights, visible, -torch.inf).amax(dim=-1)
+    return Stats(
+        row_sum=row_sum,
+        entropy=entropy_from_sums(row_sum, log_sum),
+        raw_entropy=-log_sum,
+        zeros=zeros,
+        max=largest.masked_fill(n == 0, 0.0),
+        visible=n,
+    )
+
+
+def sum_of_w_log_w(weights: Tensor) -> Tensor:
+    """sum_j w ln w over the last dimension, with 0 ln 0 = 0 in value and in gradient."""
+    live = weights > 0
+    # The inner `where` keeps ln 0 out of the graph: its infinite slope times zero would be NaN.
+    logs = torch.where(live, weights, 1.0).log()
+    return (weights * logs).sum(dim=-1)
+
+
+def entropy_from_sums(row_sum: Tensor, log_sum: Tensor) -> Tensor:
+    """Entropy of w / sum(w) from sum(w) and sum(w ln w): ln S - (sum w ln w) / S; 0 where S = 0."""
+    live = row_sum > 0
+    total = torch.where(live, row_sum, 1.0)
+    return torch.where(live, total.log() - log_sum / total, 0.0)

@@ -1,0 +1,55 @@
+"""Which keys each query row can see, and how many.
+
+Everything that depends on a length (the ReLU scale, the sigmoid bias, log n temperatures) takes it
+from here: n is counted on the mask, so padding, caches and batch neighbours never change a result.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The rules that hide keys: a key is visible when all of them allow it.
+
+    mask         bool, broadcastable to [B, H, Tq, Tk]; True = visible
+    causal       row i sees keys j <= i + Tk - Tq: aligned to the end, as cached decoding needs
+    key_lengths  [B] int; batch element b sees keys j < key_lengths[b]
+    window       row i sees keys with |i + Tk - Tq - j| < window
+    """
+
+    mask: Tensor | None = None
+    causal: bool = False
+    key_lengths: Tensor | None = None
+    window: int | None = None
+
+    def table(self, rows: int, keys: int, device: torch.device) -> Tensor | None:
+        """Bool, broadcastable to [B, H, Tq, Tk] with full Tk; None when every key is visible."""
+        allowed: list[Tensor] = []
+        if self.causal or self.window is not None:
+            key = torch.arange(keys, device=device)
+            row = torch.arange(keys - rows, keys, device=device).unsqueeze(-1)
+            if self.causal:
+                allowed.append(key <= row)
+            if self.window is not None:
+                allowed.append((row - key).abs() < self.window)
+        if self.key_lengths is not None:
+            key = torch.arange(keys, device=device)
+            allowed.append(key < self.key_lengths.to(device).view(-1, 1, 1, 1))
+        if self.mask is not None:
+            allowed.append(self.mask)
+        if not allowed:
+            return None
+        visible = allowed[0]
+        for rule in allowed[1:]:
+            visible = visible & rule
+        return visible.expand(*visible.shape[:-1], keys)
+
+
+def count_visible(visible: Tensor | None, keys: int, like: Tensor) -> Tensor:
+    """n, the number of keys each row sees, as `like`'s dtype: [..., Tq, 1] (or [1, 1] if all)."""
+    if visible is None:
+        return torch.full((1, 1), keys, dtype=like.dtype, device=like.device)
+    return visible.sum(dim=-1, keepdim=True, dtype=like.dtype)
