@@ -1,0 +1,1 @@
+"""The kinds of global memory: `table` names them, the other files say how each finds its slots."""

@@ -1,0 +1,68 @@
+"""Memories that score every slot."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reluformer.model.memories.definition import Query, Selector, Size, Table, check_between, times
+from reluformer.ops.memory import Scores, hide, read
+
+
+@dataclass(frozen=True)
+class AllSlots(Selector):
+    """Every slot is scored and read: the feed-forward layer.
+
+    With a table "gate" the weights are multiplied by x G^T, as in gated linear units.
+    """
+
+    def tables(self, size: Size) -> dict[str, Table]:
+        """Unit-variance x gives unit-variance scores, and ReLU an output of variance 1/2."""
+        shape = (size.slots, size.width)
+        return {"keys": Table(shape, size.width**-0.5), "values": Table(shape, size.slots**-0.5)}
+
+    def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
+        """weights(x K^T) V, or (weights(x K^T) * x G^T) V."""
+        scores = Scores(query.against("keys"), None, query.x.shape[-1])
+        weigh = query.weigh
+        if "gate" in query.tables:
+            weigh = times(weigh, query.against("gate"))
+        return read(scores, query.tables["values"], weigh, query.dropout_p)
+
+
+@dataclass(frozen=True)
+class TopK(AllSlots):
+    """Every slot is scored; the k best are read.
+
+    k              slots that each query reads
+    rank_by_value  rank slots by score times length of the value, not by score alone: the k largest
+                   terms of the sum
+    """
+
+    k: int = 32
+    rank_by_value: bool = False
+
+    def check(self, size: Size) -> None:
+        """k slots must exist."""
+        check_between("k", self.k, 1, size.slots, "slots")
+
+    def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
+        """`AllSlots.read` with all but the k best slots hidden."""
+        values = query.tables["values"]
+        scores = query.against("keys")
+        rank = scores.detach()
+        if self.rank_by_value:
+            rank = rank * values.detach().norm(dim=-1)
+        best = rank.topk(self.k, dim=-1).indices
+        kept = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        visible = Scores(hide(scores, kept), kept, query.x.shape[-1])
+        return read(visible, values, query.weigh, query.dropout_p)
+
+
+def pattention(scores: Scores) -> Tensor:
+    """GELU(s sqrt(n) / |s|): scores scaled to mean square 1 in each row, then GELU (TokenFormer).
+
+    A row of zeros stays zero.
+    """
+    return functional.gelu(functional.normalize(scores.values, dim=-1) * scores.n.sqrt())

@@ -1,0 +1,157 @@
+"""Every kind of memory by name. A new one is a row here, and a selector if none here fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reluformer.errors import UserError
+from reluformer.model.memories.definition import Selector
+from reluformer.model.memories.dense import AllSlots, TopK, pattention
+from reluformer.model.memories.experts import Experts
+from reluformer.model.memories.persistent import PerHead
+from reluformer.model.memories.product_keys import ProductKeys
+from reluformer.ops.family import elementwise, normalised
+from reluformer.ops.memory import Scores, Weigh
+from reluformer.ops.rule import Rectified
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One kind of memory: how slots are found, how scores become weights, what surrounds them."""
+
+    name: str
+    formula: str
+    paper: str
+    weigh: Weigh
+    """From scores to weights: a function of the same family as the attentions use."""
+    selector: type[Selector] = AllSlots
+    """Which slots a query meets; its fields are the options of this kind."""
+    gate: bool = False
+    """A second table of keys G: weights are multiplied by x G^T."""
+    finish: Callable[[int], nn.Module] | None = None
+    """Module for the output, built from its width."""
+    by_row: bool = False
+    """Weights depend on the whole row: computed in float32 where scores have half precision."""
+    unit_values: bool = False
+    """Values start with deviation 1, because the weights of a row sum to 1.
+
+    Then n weights of about 1/n give an output of variance e/n. The smaller start that suits
+    unnormalised weights, n^-1/2, would make that e/n^2: below 1e-5 from n = 500 on, where the
+    memory is lost beside the residual stream and under the epsilon of a LayerNorm.
+    """
+
+    def weights(self, scores: Scores) -> Tensor:
+        """Weights of the scores, in a precision that suits the kind."""
+        if not self.by_row:
+            return self.weigh(scores)
+        precise = scores.values.to(torch.promote_types(scores.values.dtype, torch.float32))
+        return self.weigh(Scores(precise, scores.visible, scores.width))
+
+    def select_with(self, options: dict[str, Any]) -> Selector:
+        """The selector with its options."""
+        known = [option.name for option in fields(self.selector)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise UserError(
+                f"{self.name} memory has no option {unknown[0]!r}; "
+                f"its options: {', '.join(known) or 'none'}"
+            )
+        return self.selector(**options)
+
+
+_SHEN = "Shen et al. 2023, A Study on ReLU and Softmax in Transformer, arXiv 2302.06461"
+_SHAZEER = "Shazeer 2020, GLU Variants Improve Transformer, arXiv 2002.05202"
+_CSORDAS = (
+    "Csordas et al. 2023, Approximating Two-Layer Feedforward Networks for Efficient Transformers, "
+    "arXiv 2310.10837"
+)
+_RELU = Rectified(length_exponent=0.0)
+
+_ROWS = (
+    Memory("relu", "ReLU(x K^T) V", _SHEN, _RELU),
+    Memory(
+        "softmax",
+        "softmax(x K^T) V",
+        _SHEN,
+        normalised.softmax,
+        by_row=True,
+        unit_values=True,
+    ),
+    Memory(
+        "softmax_ln",
+        "LayerNorm(softmax(x K^T) V)",
+        _SHEN,
+        normalised.softmax,
+        finish=nn.LayerNorm,
+        by_row=True,
+        unit_values=True,
+    ),
+    Memory(
+        "gelu",
+        "GELU(x K^T) V",
+        "Hendrycks and Gimpel 2016, Gaussian Error Linear Units, arXiv 1606.08415",
+        elementwise.gelu,
+    ),
+    Memory(
+        "squared_relu",
+        "ReLU(x K^T)^2 V",
+        "So et al. 2021, Primer: Searching for Efficient Transformers, arXiv 2109.08668",
+        Rectified(length_exponent=0.0, power=2),
+    ),
+    Memory("reglu", "(ReLU(x K^T) * x G^T) V", _SHAZEER, _RELU, gate=True),
+    Memory("swiglu", "(SiLU(x K^T) * x G^T) V", _SHAZEER, elementwise.silu, gate=True),
+    Memory("top_k", "the k largest of ReLU(x K^T), times V", _CSORDAS, _RELU, TopK),
+    Memory(
+        "product_key_softmax",
+        "sum over heads of softmax(the k largest of q K^T) V, K = {[a_i, b_j]}, q = W x",
+        "Lample et al. 2019, Large Memory Layers with Product Keys, arXiv 1907.05242",
+        normalised.softmax,
+        ProductKeys,
+        by_row=True,
+        unit_values=True,
+    ),
+    Memory(
+        "product_key_relu",
+        "sum over heads of ReLU(the k largest of q K^T) V, K = {[a_i, b_j]}, q = W x",
+        _CSORDAS,
+        _RELU,
+        ProductKeys,
+    ),
+    Memory(
+        "sigma_moe",
+        "sum over the k largest e of sigmoid(x E^T)_e ReLU(x K_e^T) V_e",
+        _CSORDAS,
+        _RELU,
+        Experts,
+    ),
+    Memory(
+        "pattention",
+        "GELU(s sqrt(n) / |s|) V, s = x K^T",
+        "Wang et al. 2024, TokenFormer: Rethinking Transformer Scaling, arXiv 2410.23168",
+        pattention,
+        by_row=True,
+    ),
+    Memory(
+        "persistent",
+        "softmax(x_h K_h^T / sqrt(D)) V_h, heads h side by side",
+        "Sukhbaatar et al. 2019, Augmenting Self-attention with Persistent Memory, "
+        "arXiv 1907.01470",
+        normalised.softmax,
+        PerHead,
+        by_row=True,
+        unit_values=True,
+    ),
+)
+
+MEMORIES: dict[str, Memory] = {row.name: row for row in _ROWS}
+"""Every kind of memory by name."""
+
+
+def lookup(kind: str) -> Memory:
+    """The kind of memory called `kind`."""
+    if kind not in MEMORIES:
+        raise UserError(f"unknown memory {kind!r}; known: {', '.join(sorted(MEMORIES))}")
+    return MEMORIES[kind]
