@@ -1,0 +1,143 @@
+"""Strict settings: plain dataclasses, checked field by field, readable from YAML and JSON.
+
+Every mistake is one sentence with the full path of the field (`model.attention.kind`), the value
+found and what is allowed. Nothing is guessed except numbers that YAML reads as text (`1e-3`).
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from reluformer.errors import UserError
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Any, path: str = "") -> T:
+    """An instance of dataclass `cls` from a mapping, strictly; `path` names it in messages."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path or 'settings'} must be a mapping of fields, got {_show(values)}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise UserError(_unknown(_join(path, str(key)), str(key), list(fields)))
+    given = {k: convert(hints[k], value, _join(path, k)) for k, value in values.items()}
+    for name, field in fields.items():
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if required and name not in given:
+            raise UserError(f"{_join(path, name)} is required")
+    try:
+        return cls(**given)
+    except UserError as error:
+        raise UserError(f"{path}.{error}" if path else str(error)) from None
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as the type `hint`, or a UserError that names `path`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, path)
+    if origin is Literal:
+        if value in arguments and type(value) in {type(a) for a in arguments}:
+            return value
+        allowed = ", ".join(str(a) for a in arguments)
+        raise UserError(f"{path} must be one of {allowed}, got {_show(value)}")
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value, path)
+    if origin in (list, tuple):
+        return _convert_sequence(origin, arguments, value, path)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path} must be a mapping, got {_show(value)}")
+        return {k: convert(arguments[1], item, _join(path, str(k))) for k, item in value.items()}
+    return _convert_scalar(hint, value, path)
+
+
+def override(values: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` with dotted keys (`train.lr`) set."""
+    result = _copy(values)
+    for dotted, value in assignments.items():
+        *parents, last = dotted.split(".")
+        inner = result
+        for position, parent in enumerate(parents):
+            child = inner.setdefault(parent, {})
+            if not isinstance(child, dict):
+                raise UserError(f"{'.'.join(parents[: position + 1])} is a value, not a section")
+            inner = child
+        inner[last] = value
+    return result
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """Nested plain values of a dataclass; `build` of them gives an equal one."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(settings).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    choices = [a for a in arguments if a is not type(None)]
+    if len(choices) == 1:
+        return convert(choices[0], value, path)
+    for choice in choices:
+        try:
+            return convert(choice, value, path)
+        except UserError:
+            continue
+    allowed = ", ".join(getattr(a, "__name__", str(a)) for a in arguments)
+    raise UserError(f"{path} must be one of the types {allowed}, got {_show(value)}")
+
+
+def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, path: str) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise UserError(f"{path} must be a list, got {_show(value)}")
+    items = [convert(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
+    return origin(items)
+
+
+def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
+    if type(value) is hint:
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-3, without a dot, as text.
+        with contextlib.suppress(ValueError):
+            return float(value)
+    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+    raise UserError(f"{path} must be {names.get(hint, str(hint))}, got {_show(value)}")
+
+
+def _unknown(path: str, key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{path} is not a known field; {hint}known: {', '.join(sorted(known))}"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _show(value: Any) -> str:
+    return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
+
+
+def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in values.items()}

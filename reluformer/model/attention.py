@@ -1,0 +1,276 @@
+"""Multi-head attention: a local memory whose keys and values are other tokens."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from reluformer.model.cache import GrowingCache
+from reluformer.model.config import AttentionConfig, ModelConfig
+from reluformer.model.memory import KeyValueMemory
+from reluformer.model.positions import rotate
+from reluformer.model.readings import KeyValues, Record
+from reluformer.model.scale import Gamma
+from reluformer.ops.definition import Attention
+from reluformer.ops.stats import Stats
+from reluformer.ops.table import lookup
+from reluformer.ops.visibility import Visibility
+
+
+class Attended(NamedTuple):
+    """Output [B, Tq, width], with statistics and maps where they were asked for."""
+
+    output: Tensor
+    stats: Stats | None
+    valid: Tensor | None
+    """Bool, broadcastable to the statistics' [B, H, rows]: False where the query is padding."""
+    weights: Tensor | None
+
+
+class MultiHeadAttention(nn.Module):
+    """Project, attend with the configured kind, project back.
+
+    The learned quantities of a kind (sinks, temperatures, gains, gates) come from its row in the
+    table; gamma and threshold of ReLU attention from the configuration. `persistent` slots are
+    learned keys and values that every row sees beside the context.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionConfig,
+        *,
+        causal: bool = False,
+        rotary: bool = False,
+        persistent: int = 0,
+        gamma: Gamma | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.row = attention, lookup(attention.kind)
+        self.heads, self.kv_heads = config.heads, config.key_value_heads
+        self.causal, self.rotary = causal, rotary
+        self.query = _projection(config.width, config.width)
+        self.key_value = _projection(config.width, 2 * self.kv_heads * config.head_width)
+        self.out = _projection(config.width, config.width)
+        if attention.qk_norm:
+            self.query_norm = nn.RMSNorm(config.head_width)
+            self.key_norm = nn.RMSNorm(config.head_width)
+        self.persistent: KeyValueMemory | None = None
+        if persistent:
+            self.persistent = KeyValueMemory(
+                config.width, persistent, "persistent", heads=config.heads
+            )
+        if "gamma" in self.row.options:
+            self.gamma = (
+                gamma
+                if attention.gamma == "model" and gamma
+                else Gamma(
+                    attention.gamma_init,
+                    heads=config.heads if attention.gamma == "head" else None,
+                    learned=attention.gamma != "fixed",
+                )
+            )
+        if "threshold" in self.row.options:
+            start = torch.full((config.heads,), attention.threshold_init)
+            self.threshold = nn.Parameter(start, requires_grad=attention.threshold == "head")
+        self.learned = nn.ParameterDict(_learned(self.row, config, attention.options))
+        if self.row.learned.get("gate") == "token":
+            self.gate = _projection(config.width, config.width)
+        self.calibrating = False
+
+    def project(self, context: Tensor, start: int = 0) -> KeyValues:
+        """Keys and values [B, Hkv, T, D] of a context [B, T, width] that begins at `start`."""
+        keys, values = self.key_value(context).chunk(2, dim=-1)
+        keys, values = _split(keys, self.kv_heads), _split(values, self.kv_heads)
+        if self.config.qk_norm:
+            keys = self.key_norm(keys).to(values.dtype)
+        if self.rotary:
+            keys = rotate(keys, start)
+        return KeyValues(keys, values)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: KeyValues | None = None,
+        *,
+        query_lengths: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        cache: GrowingCache | None = None,
+        record: Record = "nothing",
+        sample_rows: int | None = None,
+    ) -> Attended:
+        """Attend from x [B, Tq, width] to a projected context, or to x itself when it is None.
+
+        A cache holds the earlier tokens of x. Where x has several rows for each sentence of the
+        context (beams), they are read as further query rows and the context is not repeated.
+        With `record`, statistics cover all query rows or a random sample of `sample_rows`.
+        """
+        start = 0 if cache is None else cache.length
+        q = _split(self.query(x), self.heads)
+        if self.config.qk_norm:
+            q = self.query_norm(q).to(q.dtype)
+        if self.rotary:
+            q = rotate(q, start)
+        if context is None:
+            context = self.project(x, start)
+            context = context if cache is None else cache.append(context)
+        keys, values = context
+        beams = q.shape[0] // keys.shape[0]
+        q = _beams_to_rows(q, beams)
+        if self.persistent is not None:
+            keys, values = self.persistent.extend(keys, values)
+            if key_lengths is not None:
+                key_lengths = key_lengths + self.persistent.slots
+        visibility = Visibility(causal=self.causal, key_lengths=key_lengths)
+        options = self._options(x)
+        if self.calibrating:
+            self._calibrate(q, keys, visibility, options, query_lengths)
+        with_map, with_stats = record == "weights", record != "nothing" and sample_rows is None
+        result = self.row.attend(
+            q,
+            keys,
+            values,
+            causal=self.causal,
+            key_lengths=key_lengths,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            impl=self.config.impl if not with_map else "auto",
+            return_weights=with_map,
+            return_stats=with_stats,
+            **options,
+        )
+        stats, valid = result.stats, None
+        if record != "nothing":
+            valid = _valid_rows(query_lengths, q.shape[2], q.device)
+            if sample_rows is not None:
+                stats, valid = self._sampled(q, keys, visibility, options, valid, sample_rows)
+        output = self.out(_merge(_rows_to_beams(result.output, beams)))
+        return Attended(output, stats, valid, result.weights)
+
+    def _options(self, x: Tensor) -> dict[str, Any]:
+        """The options of this attention's kind: fixed ones, then what the layer has learned."""
+        options: dict[str, Any] = dict(self.config.options)
+        options.update(self.learned.items())
+        if "gamma" in self.row.options:
+            options.setdefault("gamma", self.gamma())
+            options.setdefault("length_exponent", self.config.length_exponent)
+            learns = self.config.threshold == "head" or self.config.threshold_init != 0
+            options.setdefault("threshold", self.threshold if learns else 0.0)
+        if self.row.learned.get("gate") == "token":
+            options["gate"] = _split(self.gate(x), self.heads)
+        return options
+
+    def _calibrate(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        visibility: Visibility,
+        options: dict[str, Any],
+        query_lengths: Tensor | None,
+    ) -> None:
+        target = self.config.row_sum_init
+        if target is None or "gamma" not in self.row.options:
+            return
+        valid = _valid_rows(query_lengths, q.shape[2], q.device)
+        stats = self._statistics(q, keys, visibility, options)
+        self.gamma.observe(stats.row_sum, valid & (stats.visible > 0), target)
+        options["gamma"] = self.gamma()
+
+    def _sampled(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        visibility: Visibility,
+        options: dict[str, Any],
+        valid: Tensor,
+        sample_rows: int,
+    ) -> tuple[Stats, Tensor]:
+        """Statistics and validity of a random sample of the query rows, without replacement."""
+        rows = torch.randperm(q.shape[2], device=q.device)[:sample_rows]
+        visible = visibility.table(q.shape[2], keys.shape[2], q.device)
+        if visible is not None and visible.shape[-2] > 1:
+            visible = visible[..., rows, :]
+        sampled = self._statistics(q[:, :, rows], keys, Visibility(mask=visible), options)
+        return sampled, valid[..., rows]
+
+    def _statistics(
+        self, q: Tensor, keys: Tensor, visibility: Visibility, options: dict[str, Any]
+    ) -> Stats:
+        """Statistics of the weights alone: no values are read, no output norm or gate applies."""
+        no_values = keys[..., :0]
+        kept = {name: value for name, value in options.items() if name not in ("gain", "gate")}
+        stats = self.row.attend(
+            q,
+            keys,
+            no_values,
+            mask=visibility.mask,
+            causal=visibility.causal,
+            key_lengths=visibility.key_lengths,
+            impl="reference",
+            return_stats=True,
+            **kept,
+        ).stats
+        assert stats is not None
+        return stats
+
+
+def _projection(inputs: int, outputs: int) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs)
+    nn.init.xavier_uniform_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _learned(row: Attention, config: ModelConfig, fixed: dict[str, Any]) -> dict[str, nn.Parameter]:
+    """Parameters for what the table says a kind learns, at the neutral default of each option."""
+    shapes = {"head": (config.heads,), "width": (config.width,), "pair": (2,)}
+    neutral = {"gain": 1.0, "gate": 0.0, "mix": 1.0}
+    parameters = {}
+    for name, shape in row.learned.items():
+        if shape == "token" or name in fixed or name in ("gamma", "threshold"):
+            continue
+        start = neutral[name] if name in neutral else _default(row, name)
+        parameters[name] = nn.Parameter(torch.full(shapes[shape], start))
+    return parameters
+
+
+def _default(row: Attention, option: str) -> float:
+    function = row.weigh or row.rule
+    assert function is not None
+    return float(inspect.signature(function).parameters[option].default)
+
+
+def _split(features: Tensor, heads: int) -> Tensor:
+    """[B, T, heads * D] as [B, heads, T, D]."""
+    batch, length, width = features.shape
+    return features.view(batch, length, heads, width // heads).transpose(1, 2)
+
+
+def _merge(heads: Tensor) -> Tensor:
+    """[B, heads, T, D] as [B, T, heads * D]."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def _beams_to_rows(q: Tensor, beams: int) -> Tensor:
+    """[B * beams, H, T, D] as [B, H, beams * T, D]: the beams of a sentence share its context."""
+    if beams == 1:
+        return q
+    rows, heads, length, width = q.shape
+    beams_first = q.view(rows // beams, beams, heads, length, width)
+    return beams_first.transpose(1, 2).reshape(rows // beams, heads, beams * length, width)
+
+
+def _rows_to_beams(output: Tensor, beams: int) -> Tensor:
+    """[B, H, beams * T, D] as [B * beams, H, T, D]."""
+    if beams == 1:
+        return output
+    batch, heads, rows, width = output.shape
+    by_beam = output.reshape(batch, heads, beams, rows // beams, width)
+    return by_beam.transpose(1, 2).reshape(batch * beams, heads, rows // beams, width)
+
+
+def _valid_rows(lengths: Tensor | None, rows: int, device: torch.device) -> Tensor:
+    """Bool [B or 1, 1, rows]: True where a query is a token and not padding."""
+    if lengths is None:
+        return torch.ones(1, 1, rows, dtype=torch.bool, device=device)
+    return torch.arange(rows, device=device) < lengths.to(device).view(-1, 1, 1)

@@ -1,0 +1,109 @@
+"""Settings of the models."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from reluformer.errors import UserError
+from reluformer.ops.table import lookup
+
+Site = Literal["encoder", "decoder", "cross"]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One kind of attention and how its scale starts and learns."""
+
+    kind: str = "relu"
+    gamma: Literal["fixed", "model", "layer", "head"] = "layer"
+    """Granularity at which gamma is learned; `fixed` keeps its first value. ReLU only."""
+    gamma_init: float = 1.0
+    row_sum_init: float | None = 0.6
+    """Calibrate gamma on the first batch so that the mean row sum starts here; None keeps
+    gamma_init. Row sums that start above 1 make the normalisation loss collapse the attention."""
+    length_exponent: float = 0.5
+    threshold: Literal["fixed", "head"] = "fixed"
+    """`head` learns one threshold per head. ReLU only."""
+    threshold_init: float = 0.0
+    qk_norm: bool = False
+    """RMS-normalise queries and keys in each head, with a learned gain."""
+    dropout: float = 0.0
+    """Dropout on the weights."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further fixed options of the kind, as keywords of `reluformer.attention`."""
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        row = lookup(self.kind)
+        for name in self.options:
+            if name not in row.options:
+                allowed = ", ".join(sorted(row.options)) or "none"
+                raise UserError(f"options.{name} is not an option of {self.kind}: {allowed}")
+        if not self.gamma_init > 0:
+            raise UserError(f"gamma_init must be greater than 0, got {self.gamma_init}")
+        if self.row_sum_init is not None and not self.row_sum_init > 0:
+            raise UserError(f"row_sum_init must be greater than 0, got {self.row_sum_init}")
+        _check_share("dropout", self.dropout)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a ReLUFormer (encoder-decoder) or a ReLUFormerLM (decoder only)."""
+
+    vocabulary: int
+    width: int = 512
+    heads: int = 8
+    kv_heads: int | None = None
+    """Key/value heads, shared by groups of query heads; None means one for each query head."""
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    slots: int = 2048
+    """Slots of each feed-forward memory."""
+    memory: str = "relu"
+    memory_options: dict[str, Any] = field(default_factory=dict)
+    norm: Literal["pre", "post"] = "pre"
+    positions: Literal["sinusoidal", "rotary"] = "sinusoidal"
+    tie_embeddings: bool = True
+    """Share one embedding between source, target and output; else three."""
+    dropout: float = 0.1
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """The attention of every site that has none of its own below."""
+    encoder_attention: AttentionConfig | None = None
+    decoder_attention: AttentionConfig | None = None
+    cross_attention: AttentionConfig | None = None
+    pad_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "heads", "decoder_layers", "slots"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.encoder_layers < 0:
+            raise UserError(f"encoder_layers must be at least 0, got {self.encoder_layers}")
+        if self.width % self.heads:
+            raise UserError(f"heads must divide width {self.width}, got {self.heads}")
+        if self.heads % self.key_value_heads:
+            raise UserError(f"kv_heads must divide heads {self.heads}, got {self.kv_heads}")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise UserError(f"rotary positions need an even head width, got {self.head_width}")
+        _check_share("dropout", self.dropout)
+
+    @property
+    def head_width(self) -> int:
+        """D, the width of one head."""
+        return self.width // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Hkv, the number of key/value heads."""
+        return self.heads if self.kv_heads is None else max(self.kv_heads, 1)
+
+    def attention_at(self, site: Site) -> AttentionConfig:
+        """The attention of a site: its own, or the common one."""
+        own: AttentionConfig | None = getattr(self, f"{site}_attention")
+        return self.attention if own is None else own
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise UserError(f"{name} must be in [0, 1), got {value}")

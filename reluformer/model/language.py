@@ -1,0 +1,52 @@
+"""ReLUFormerLM: the decoder alone, as a language model."""
+
+from torch import Tensor, nn
+
+from reluformer.model.base import Model, final_norm, reading, shared_gamma
+from reluformer.model.blocks import DecoderLayer, Sight
+from reluformer.model.cache import DecoderState, GrowingCache
+from reluformer.model.config import ModelConfig
+from reluformer.model.readings import Output, Reading, Record
+
+
+class ReLUFormerLM(Model):
+    """Decoder-only Transformer of the same blocks; `encoder_layers` is not used."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        gamma = shared_gamma(config)
+        self.decoder = nn.ModuleList(
+            DecoderLayer(config, gamma, with_source=False) for _ in range(config.decoder_layers)
+        )
+        self.decoder_norm = final_norm(config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        record: Record = "nothing",
+        sample_rows: int | None = None,
+    ) -> Output:
+        """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end."""
+        sight = Sight(lengths, None, record, sample_rows)
+        x = self.embed(tokens, self.target_embedding)
+        readings: list[Reading] = []
+        for index, layer in enumerate(self.decoder):
+            x, own, _ = layer(x, sight)
+            readings += reading("decoder", index, own)
+        return Output(self.logits(self.decoder_norm(x)), tuple(readings))
+
+    def start(self) -> DecoderState:
+        """An empty decoder state."""
+        return DecoderState([GrowingCache() for _ in self.decoder])
+
+    def decode(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """Logits [rows, t, vocabulary] after the next t tokens [rows, t]; the state remembers them.
+
+        Equal, token by token, to the logits that `forward` gives for the whole text.
+        """
+        x = self.embed(tokens, self.target_embedding, start=state.length)
+        for layer, cache in zip(self.decoder, state.layers, strict=True):
+            x, _, _ = layer(x, Sight(), cache=cache)
+        return self.logits(self.decoder_norm(x))

@@ -1,0 +1,88 @@
+"""What training minimises: smoothed cross-entropy and the two regularisers of ReLU attention."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reluformer.model.readings import Reading
+
+MARGIN = 0.7
+"""C = 0.7 ln n caps the entropy of a row (Shen et al. 2023, Eq. 7 and appendix A)."""
+
+
+class AttentionLosses(NamedTuple):
+    """The regularisers, each summed over attentions of a mean over live rows and heads."""
+
+    normalisation: Tensor
+    """|ln row_sum|: pulls every row's total weight to 1."""
+    entropy: Tensor
+    """max(H - 0.7 ln n, 0), H the entropy of the row-normalised weights: keeps rows informative."""
+    dead_rows: Tensor
+    """Share of the rows that see a key but give none any weight; no loss can revive those."""
+
+
+class AttentionSums(NamedTuple):
+    """Sums over rows and heads for each of A attentions; every field is [A]."""
+
+    normalisation: Tensor
+    entropy: Tensor
+    live: Tensor
+    """Rows with any weight."""
+    rows: Tensor
+    """Rows that are no padding and see a key."""
+
+
+def translation_loss(
+    logits: Tensor, target: Tensor, *, pad_id: int, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Sums over the real tokens of target [B, T]: smoothed cross-entropy, and plain (NLL).
+
+    Divide both by the number of real tokens; sums add over accumulated batches and processes.
+    """
+    flat, wanted = logits.flatten(0, 1).float(), target.flatten()
+    nll = functional.cross_entropy(flat, wanted, ignore_index=pad_id, reduction="sum")
+    if smoothing == 0:
+        return nll, nll.detach()
+    smooth = functional.cross_entropy(
+        flat, wanted, ignore_index=pad_id, reduction="sum", label_smoothing=smoothing
+    )
+    return smooth, nll.detach()
+
+
+def attention_sums(readings: Sequence[Reading], margin: float = MARGIN) -> AttentionSums:
+    """Sums and counts over the rows of each reading of a forward pass (at least one)."""
+    parts = [_one_attention(reading, margin) for reading in readings]
+    return AttentionSums(*(torch.stack(column) for column in zip(*parts, strict=True)))
+
+
+def attention_losses(readings: Sequence[Reading], margin: float = MARGIN) -> AttentionLosses:
+    """The regularisers over all readings of a forward pass (at least one)."""
+    return mean_losses(attention_sums(readings, margin))
+
+
+def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> AttentionLosses:
+    """Losses from sums, divided by the counts of `counts` where the rows are spread over processes.
+
+    Divided by global counts, the losses of all processes add up to the loss of the whole batch.
+    """
+    counts = sums if counts is None else counts
+    live, rows = counts.live.clamp_min(1), counts.rows.clamp_min(1)
+    return AttentionLosses(
+        normalisation=(sums.normalisation / live).sum(),
+        entropy=(sums.entropy / live).sum(),
+        dead_rows=((sums.rows - sums.live) / rows).mean(),
+    )
+
+
+def _one_attention(reading: Reading, margin: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stats = reading.stats
+    rows = reading.valid & (stats.visible > 0)
+    live = rows & (stats.row_sum > 0)
+    # Dead rows leave the mean: their logarithm is infinite and their gradient zero.
+    log_sum = torch.where(live, stats.row_sum, 1.0).log().abs()
+    cap = margin * stats.visible.clamp_min(1).log()
+    excess = torch.where(live, (stats.entropy - cap).clamp_min(0), 0.0)
+    return log_sum.sum(), excess.sum(), live.sum(), rows.expand_as(live).sum()

@@ -1,0 +1,38 @@
+"""What the layers of a model hand to each other and report about themselves."""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from reluformer.ops import Stats
+
+Record = Literal["nothing", "stats", "weights"]
+"""How much a forward pass reports: nothing, row statistics, or statistics and whole maps."""
+
+
+class KeyValues(NamedTuple):
+    """Keys [B, Hkv, Tk, D] and values [B, Hkv, Tk, D] of one attention."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Reading(NamedTuple):
+    """What one attention reports about one forward pass."""
+
+    site: str
+    """`encoder`, `decoder` or `cross`."""
+    layer: int
+    stats: Stats
+    """Each field [B, H, rows]; `rows` are all query rows or a random sample of them."""
+    valid: Tensor
+    """Bool, broadcastable to [B, H, rows]: False where the query is padding."""
+    weights: Tensor | None
+    """[B, H, Tq, Tk] when whole maps were asked for."""
+
+
+class Output(NamedTuple):
+    """Logits [B, T, vocabulary], and a reading for each attention if they were asked for."""
+
+    logits: Tensor
+    readings: tuple[Reading, ...]

@@ -1,0 +1,104 @@
+"""ReLUFormer: an encoder-decoder whose attentions and feed-forward layers are all memories."""
+
+from typing import NamedTuple, cast
+
+from torch import Tensor, nn
+
+from reluformer.model.base import Model, embedding_table, final_norm, reading, shared_gamma
+from reluformer.model.blocks import DecoderLayer, EncoderLayer, Sight
+from reluformer.model.cache import DecoderState, GrowingCache
+from reluformer.model.config import ModelConfig
+from reluformer.model.readings import Output, Reading, Record
+
+
+class Encoded(NamedTuple):
+    """The encoder's view of a batch of sources."""
+
+    hidden: Tensor
+    """[B, S, width]."""
+    lengths: Tensor | None
+    """[B], None when nothing is padding."""
+    readings: tuple[Reading, ...]
+
+
+class ReLUFormer(Model):
+    """Encoder-decoder Transformer, by default with ReLU in place of every softmax.
+
+    >>> model = ReLUFormer(ModelConfig(vocabulary=1000, width=64, heads=4, slots=128))
+    >>> logits = model(source, target, source_lengths=lengths).logits
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.source_embedding = (
+            self.target_embedding if config.tie_embeddings else embedding_table(config)
+        )
+        gamma = shared_gamma(config)
+        self.encoder = nn.ModuleList(
+            EncoderLayer(config, gamma) for _ in range(config.encoder_layers)
+        )
+        self.encoder_norm = final_norm(config)
+        self.decoder = nn.ModuleList(
+            DecoderLayer(config, gamma, with_source=True) for _ in range(config.decoder_layers)
+        )
+        self.decoder_norm = final_norm(config)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_lengths: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+        *,
+        record: Record = "nothing",
+        sample_rows: int | None = None,
+    ) -> Output:
+        """Logits [B, T, vocabulary] of each next token of target [B, T], given source [B, S].
+
+        Sources and targets are padded at their end; lengths are [B]. `record` asks for readings of
+        every attention, of all query rows or of a random sample of `sample_rows`.
+        """
+        encoded = self.encode(source, source_lengths, record=record, sample_rows=sample_rows)
+        sight = Sight(target_lengths, None, record, sample_rows)
+        x = self.embed(target, self.target_embedding)
+        readings = list(encoded.readings)
+        for index, layer in enumerate(self.decoder):
+            x, own, cross = layer(x, sight, encoded.hidden, encoded.lengths)
+            readings += [*reading("decoder", index, own), *reading("cross", index, cross)]
+        return Output(self.logits(self.decoder_norm(x)), tuple(readings))
+
+    def encode(
+        self,
+        source: Tensor,
+        source_lengths: Tensor | None = None,
+        *,
+        record: Record = "nothing",
+        sample_rows: int | None = None,
+    ) -> Encoded:
+        """Hidden states [B, S, width] of source [B, S]."""
+        sight = Sight(source_lengths, source_lengths, record, sample_rows)
+        x = self.embed(source, self.source_embedding)
+        readings: list[Reading] = []
+        for index, layer in enumerate(self.encoder):
+            x, report = layer(x, sight)
+            readings += reading("encoder", index, report)
+        return Encoded(self.encoder_norm(x), source_lengths, tuple(readings))
+
+    def start(self, encoded: Encoded) -> DecoderState:
+        """A decoder state with the source's keys and values, computed once for all steps and beams.
+
+        Rows given to `decode` are sentences times beams, for any number of beams.
+        """
+        layers = cast("list[DecoderLayer]", self.decoder)
+        source = [layer.project_source(encoded.hidden) for layer in layers]
+        return DecoderState([GrowingCache() for _ in layers], source, encoded.lengths)
+
+    def decode(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """Logits [rows, t, vocabulary] after the next t tokens [rows, t]; the state remembers them.
+
+        Equal, token by token, to the logits that `forward` gives for the whole target.
+        """
+        x = self.embed(tokens, self.target_embedding, start=state.length)
+        for layer, source, cache in zip(self.decoder, state.source, state.layers, strict=True):
+            x, _, _ = layer(x, Sight(), source, state.source_lengths, cache)
+        return self.logits(self.decoder_norm(x))
