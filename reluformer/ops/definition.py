@@ -10,7 +10,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from reluformer.errors import UserError
-from reluformer.ops.call import AttentionResult, Call, check_call, check_contents, check_heads
+from reluformer.ops.call import (
+    AttentionResult,
+    Call,
+    check_call,
+    check_contents,
+    check_options,
+    check_tensors,
+)
 from reluformer.ops.memory import Weigh
 from reluformer.ops.rule import Rectified
 from reluformer.ops.visibility import Visibility
@@ -98,6 +105,7 @@ class Attention:
             raise UserError(
                 f"{self.name} attention has no option {unknown[0]!r}; its options: {allowed}"
             )
+        check_tensors(q, k, v)
         if scale is None:
             scale = self.default_scale(q.shape[-1])
         visibility = Visibility(mask, causal, key_lengths, window)
@@ -105,7 +113,7 @@ class Attention:
         check_call(call)
         if self.halves and q.shape[-1] % 2:
             raise UserError(f"{self.name} attention needs an even width D, got {q.shape[-1]}")
-        check_heads(options, q.shape[1], self.learned)
+        check_options(call, options, self.learned)
         if check:
             check_contents(call, options)
         return run(self, call, options, impl)

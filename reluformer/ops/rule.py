@@ -1,5 +1,6 @@
 """The rectified rule: one formula that covers the ReLU family."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,14 @@ class Rectified:
     negative_slope: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.gamma, (int, float)) and not self.gamma > 0:
-            raise UserError(f"gamma must be greater than 0, got {self.gamma}")
+        if not isinstance(self.gamma, Tensor) and not 0 < self.gamma < math.inf:
+            raise UserError(f"gamma must be a finite number greater than 0, got {self.gamma}")
+        if not isinstance(self.threshold, Tensor) and not math.isfinite(self.threshold):
+            raise UserError(f"threshold must be a finite number, got {self.threshold}")
         if self.power not in (1, 2):
             raise UserError(f"power must be 1 or 2, got {self.power}")
-        if not self.length_exponent >= 0:
-            raise UserError(f"length_exponent must be at least 0, got {self.length_exponent}")
+        if not 0 <= self.length_exponent < math.inf:
+            raise UserError(f"length_exponent must be finite and >= 0, got {self.length_exponent}")
         if not 0 <= self.negative_slope < 1:
             raise UserError(f"negative_slope must be in [0, 1), got {self.negative_slope}")
 
