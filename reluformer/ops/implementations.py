@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from reluformer.errors import UserError
 from reluformer.ops import reference, sdpa
 from reluformer.ops.call import AttentionResult, Call
@@ -38,7 +40,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 def run(attention: Attention, call: Call, options: Options, impl: str) -> AttentionResult:
     """Run the call with the implementation that `impl` names."""
     name = choose(attention, call, options, impl)
-    _log_once(attention.name, name, call.q.device.type)
+    # A compiler cannot trace a logger.
+    if not torch.compiler.is_compiling():
+        _log_once(attention.name, name, call.q.device.type)
     return IMPLEMENTATIONS[name].run(attention, call, options)
 
 

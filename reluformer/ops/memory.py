@@ -61,8 +61,11 @@ def read(
     """Read a memory: weights [..., Tq, Tk] from the scores, then weights @ values [..., Tq, Dv].
 
     The weights are masked here, once for every attention: a function with f(0) != 0 cannot leak.
-    The returned weights are those before dropout.
+    The returned weights are those before dropout. A memory without keys is never weighed, so that
+    weight functions may count on one key at least.
     """
+    if scores.values.shape[-1] == 0:
+        return scores.values @ values, scores.values
     weights = hide(weigh(scores), scores.visible).to(values.dtype)
     kept = torch.dropout(weights, dropout_p, train=True) if dropout_p > 0 else weights
     return kept @ values, weights

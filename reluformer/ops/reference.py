@@ -1,6 +1,7 @@
 """The reference implementation: eager, readable, every attention, any device, torch alone."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
 
     Half-precision inputs are computed in float32; the output has the dtype of the input.
     """
+    with _no_autocast(call.q.device):
+        return _run(attention, call, options)
+
+
+def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     q, k, v = (tensor.to(dtype) for tensor in (call.q, call.k, call.v))
     # Query heads h of one group share a key/value head: [B, Hkv, ...] becomes [B, H, ...].
@@ -49,3 +55,10 @@ def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tenso
     if call.bias is not None:
         values = values + call.bias
     return Scores(hide(values, visible), visible, q.shape[-1])
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Keeps autocast, where the device knows it, from rounding the scores to half precision."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

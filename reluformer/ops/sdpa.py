@@ -35,6 +35,9 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     if call.bias is not None:
         mask = call.bias if mask is None else torch.where(mask, call.bias, -torch.inf)
         mask = mask.to(call.q.dtype)
+    if mask is not None:
+        # torch takes no mask of fewer than two dimensions.
+        mask = mask.expand(*call.q.shape[:3], keys)
     output = functional.scaled_dot_product_attention(
         call.q,
         call.k,
@@ -47,4 +50,5 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     )
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
-    return AttentionResult(output, None, None)
+    # Under autocast torch answers in half precision; like the reference we answer in q's dtype.
+    return AttentionResult(output.to(call.q.dtype), None, None)

@@ -191,7 +191,7 @@ _ROWS = (
     ),
     Attention(
         "top_k",
-        "softmax over the k largest scores",
+        "softmax over the `keep` largest scores",
         "Zhao et al. 2019, Explicit Sparse Transformer, arXiv 1912.11637",
         weigh=normalised.top_k,
     ),

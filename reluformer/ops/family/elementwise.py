@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.errors import UserError
 from reluformer.ops.memory import Scores, hide
 from reluformer.ops.rule import per_head
 
@@ -23,6 +24,8 @@ def sigmoid(scores: Scores, *, offset: float | Tensor | None = None) -> Tensor:
 
 def polynomial(scores: Scores, *, power: int = 3) -> Tensor:
     """s^power / sqrt(n), signed; 3 is the paper's best power in a ViT (unconfirmed elsewhere)."""
+    if not isinstance(power, int) or power < 1:
+        raise UserError(f"power must be a whole number of at least 1, got {power}")
     return scores.values**power / scores.n.clamp_min(1).sqrt()
 
 
@@ -53,5 +56,6 @@ def stick_breaking(scores: Scores) -> Tensor:
     Keys are taken from the last to the first; each takes its share of what is left of the stick.
     """
     left = hide(functional.logsigmoid(-scores.values), scores.visible)
-    after = left.flip(-1).cumsum(-1).flip(-1) - left
+    # Shifted by one key before the sum: taking `left` off afterwards would cancel digits.
+    after = functional.pad(left[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
     return (functional.logsigmoid(scores.values) + after).exp()

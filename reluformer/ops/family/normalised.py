@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.errors import UserError
 from reluformer.ops.memory import Scores, hide
 from reluformer.ops.rule import per_head
 
@@ -24,8 +25,8 @@ def sink(scores: Scores, *, sink: float | Tensor = 0.0) -> Tensor:
 
     `sink` is b, a number or one value per head [H].
     """
-    level = torch.as_tensor(per_head(sink), dtype=scores.values.dtype, device=scores.values.device)
-    peak = torch.maximum(scores.peak(), level.detach())
+    level = per_head(sink)
+    peak = scores.peak().clamp_min(level.detach() if isinstance(level, Tensor) else level)
     exponentials, total = _exponentials(scores, peak)
     return exponentials / (total + (level - peak).exp())
 
@@ -42,6 +43,8 @@ def ssmax(scores: Scores, *, temperature: float | Tensor = 1.0) -> Tensor:
 
 def softpick(scores: Scores, *, epsilon: float = 1e-6) -> Tensor:
     """ReLU(e^s - 1) / (sum |e^s - 1| + epsilon)."""
+    if not epsilon > 0:
+        raise UserError(f"epsilon must be greater than 0, got {epsilon}")
     # Numerator and denominator are shifted alike by m = max(0, row maximum); epsilon follows.
     shift = scores.peak().clamp_min(0)
     floor = (-shift).exp()
@@ -70,13 +73,18 @@ def self_adjust_normalised(scores: Scores) -> Tensor:
     return (scores.values - low) / spread * softmax(scores)
 
 
-def top_k(scores: Scores, *, k: int = 8) -> Tensor:
-    """softmax over the k largest scores of the row; rows with fewer visible keys keep them all."""
+def top_k(scores: Scores, *, keep: int = 8) -> Tensor:
+    """softmax over the `keep` largest scores of the row, or over all where fewer are visible.
+
+    Keys that tie with the last one kept are kept too, so that the order of keys does not matter.
+    """
+    if not isinstance(keep, int) or keep < 1:
+        raise UserError(f"keep must be a whole number of at least 1, got {keep}")
     values = scores.hidden_as(-torch.inf)
-    smallest_kept = values.detach().topk(min(k, values.shape[-1]), dim=-1).values[..., -1:]
-    kept = values.detach() >= smallest_kept
+    smallest = values.detach().topk(min(keep, values.shape[-1]), dim=-1).values[..., -1:]
+    kept = values.detach() >= smallest
     visible = kept if scores.visible is None else kept & scores.visible
-    return softmax(Scores(values.masked_fill(~visible, 0.0), visible, scores.width))
+    return softmax(Scores(hide(values, visible), visible, scores.width))
 
 
 def assa(scores: Scores, *, mix: Tensor | None = None) -> Tensor:
@@ -84,8 +92,7 @@ def assa(scores: Scores, *, mix: Tensor | None = None) -> Tensor:
 
     The squared branch is unnormalised, as in the paper.
     """
-    shares = torch.ones(2).softmax(0) if mix is None else mix.softmax(0)
-    shares = shares.to(scores.values)
+    shares = (scores.values.new_ones(2) if mix is None else mix).softmax(0)
     return shares[0] * softmax(scores) + shares[1] * scores.values.relu().square()
 
 
@@ -98,6 +105,8 @@ def lssa(scores: Scores) -> Tensor:
 
 def lssar(scores: Scores, *, power: float = 3.0) -> Tensor:
     """ReLU(n A - 1)^power, divided by its row sum, with A = lssa; no offset while n <= 3."""
+    if not power > 0:
+        raise UserError(f"power must be greater than 0, got {power}")
     n = scores.n
     lifted = (n * lssa(scores) - (n > 3).to(n.dtype)).relu()
     # Powers of numbers up to n overflow; the row sum cancels a division by the row maximum.

@@ -4,11 +4,11 @@ Each function takes its options and returns a `Rectified` rule, so that one fast
 serves them all. s is the scaled score, n the number of keys the row can see.
 """
 
-import math
 from functools import partial
 
 from torch import Tensor
 
+from reluformer.errors import UserError
 from reluformer.ops.memory import Scores
 from reluformer.ops.rule import Rectified, per_head
 
@@ -54,10 +54,12 @@ def leaky_relu(*, negative_slope: float = 0.1, length_exponent: float = 0.5) -> 
 
 
 def cosine_relu(*, temperature: float | Tensor = 1.0) -> Rectified:
-    """ReLU(t_h cos(q, k)) over tokens, unnormalised; `temperature` is a number or [H].
+    """ReLU(t_h cos(q, k)) over tokens, unnormalised; `temperature` > 0 is a number or [H].
 
     The paper attends over channels, which would leak the future; ours is over tokens.
     """
+    if not isinstance(temperature, Tensor) and not temperature > 0:
+        raise UserError(f"temperature must be greater than 0, got {temperature}")
     return Rectified(gamma=1 / temperature, length_exponent=0.0)
 
 
@@ -67,13 +69,15 @@ def tra(
     """ReLU(cos(q, k) - tau)^power with tau = beta * sqrt(2 ln(n / kappa) / D).
 
     The paper's row index i + 1 is n. tau is the level that the largest of n random cosines in D
-    dimensions reaches, so that a key must beat chance to be read.
+    dimensions reaches, so that a key must beat chance to be read; `beta` is a number or [H].
     """
+    if not kappa > 0:
+        raise UserError(f"kappa must be greater than 0, got {kappa}")
     log_n = (scores.n.clamp_min(1) / kappa).log().clamp_min(0)
     return Rectified(
         length_exponent=0.0,
         power=power,
-        threshold=(2 * log_n).sqrt() * beta / math.sqrt(scores.width),
+        threshold=(2 * log_n / scores.width).sqrt() * per_head(beta),
     )(scores)
 
 

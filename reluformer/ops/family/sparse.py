@@ -17,11 +17,13 @@ def entmax(scores: Scores, *, alpha: float | Tensor = 1.5) -> Tensor:
     """
     if not isinstance(alpha, Tensor) and not 1 < alpha <= 2:
         raise UserError(f"alpha must be greater than 1 and at most 2, got {alpha}")
-    slope = torch.as_tensor(per_head(alpha), device=scores.values.device) - 1
-    slope = slope.to(scores.values.dtype)
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(scores.values.dtype)
+    slope = per_head(alpha) - 1
     power = 1 / slope
     # Entmax does not change when a row is shifted: with the peak at 0, tau lies in [-1, 0].
-    values = slope * hide(scores.values - scores.peak(), scores.visible, -torch.inf)
+    # Hidden keys are set last: an infinite score times the slope would give alpha a NaN gradient.
+    values = hide(slope * (scores.values - scores.peak()), scores.visible, -torch.inf)
     return (values - _row_threshold(values, power)).clamp_min(0) ** power
 
 
@@ -35,7 +37,7 @@ def entmax15(scores: Scores) -> Tensor:
     return entmax(scores, alpha=1.5)
 
 
-def _row_threshold(values: Tensor, power: Tensor) -> Tensor:
+def _row_threshold(values: Tensor, power: float | Tensor) -> Tensor:
     """tau [..., Tq, 1] with sum max(values - tau, 0)^power = 1, for row maxima of 0 and power >= 1.
 
     The sum is convex and decreasing in tau, so Newton's method started at -1, left of the root,
@@ -49,7 +51,7 @@ def _row_threshold(values: Tensor, power: Tensor) -> Tensor:
     return tau + _newton_step(values, tau, power)
 
 
-def _newton_step(values: Tensor, tau: Tensor, power: Tensor) -> Tensor:
+def _newton_step(values: Tensor, tau: Tensor, power: float | Tensor) -> Tensor:
     distance = (values - tau).clamp_min(0)
     surplus = (distance**power).sum(dim=-1, keepdim=True) - 1
     with torch.no_grad():
