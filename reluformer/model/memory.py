@@ -100,11 +100,10 @@ class KeyValueMemory(nn.Module):
         """Draw new keys and values; biases start at 0."""
         with torch.no_grad():
             for name, table in self.tables.items():
-                parameter = self.get_parameter(name)
-                parameter.normal_(std=1.0 if table.unit_rows else table.deviation)
+                parameter = self.get_parameter(name).normal_(std=table.deviation)
                 if table.unit_rows:
-                    parameter.copy_(nn.functional.normalize(parameter, dim=-1))
-        if isinstance(self.finish, nn.LayerNorm):
+                    parameter.div_(parameter.norm(dim=-1, keepdim=True))
+        if self.finish is not None:
             self.finish.reset_parameters()
 
     def forward(self, x: Tensor, return_weights: bool = False) -> Tensor | MemoryResult:

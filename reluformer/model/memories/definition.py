@@ -28,7 +28,7 @@ class Table:
     shape: tuple[int, ...]
     deviation: float = 0.0
     unit_rows: bool = False
-    """The rows start with length 1 instead, in random directions."""
+    """The rows are then scaled to length 1 each."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,7 +32,7 @@ class AllSlots(Selector):
 
 @dataclass(frozen=True)
 class TopK(AllSlots):
-    """Every slot is scored; the k best are read.
+    """Every slot is scored; the k best are read, with those that tie with the last of them.
 
     k              slots that each query reads
     rank_by_value  rank slots by score times length of the value, not by score alone: the k largest
@@ -54,8 +53,7 @@ class TopK(AllSlots):
         rank = scores.detach()
         if self.rank_by_value:
             rank = rank * values.detach().norm(dim=-1)
-        best = rank.topk(self.k, dim=-1).indices
-        kept = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        kept = rank >= rank.topk(self.k, dim=-1).values[..., -1:]
         visible = Scores(hide(scores, kept), kept, query.x.shape[-1])
         return read(visible, values, query.weigh, query.dropout_p)
 

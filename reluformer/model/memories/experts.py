@@ -53,7 +53,7 @@ class Experts(Selector):
         return {
             "keys": Table(shape, size.width**-0.5),
             "values": Table(shape, size.slots**-0.5),
-            "experts": Table((self.experts, size.width), unit_rows=True),
+            "experts": Table((self.experts, size.width), size.width**-0.5, unit_rows=True),
         }
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
@@ -107,8 +107,8 @@ class Experts(Selector):
         order = chosen.flatten().argsort()
         rows = order // self.k
         sizes = torch.bincount(chosen.flatten(), minlength=self.experts).tolist()
-        queries = query.x[rows].split(sizes)
-        shares = gates.flatten()[order].unsqueeze(-1).split(sizes)
+        queries = torch.split(query.x[rows], sizes)
+        shares = torch.split(gates.flatten()[order].unsqueeze(-1), sizes)
 
         def read_expert(expert: int) -> Tensor:
             scored = functional.linear(queries[expert], keys[expert], biases[expert])

@@ -1,6 +1,5 @@
 """Every kind of memory by name. A new one is a row here, and a selector if none here fits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,8 +30,8 @@ class Memory:
     """Which slots a query meets; its fields are the options of this kind."""
     gate: bool = False
     """A second table of keys G: weights are multiplied by x G^T."""
-    finish: Callable[[int], nn.Module] | None = None
-    """Module for the output, built from its width."""
+    finish: type[nn.LayerNorm] | None = None
+    """Norm on the output, before it is added to the residual stream."""
     by_row: bool = False
     """Weights depend on the whole row: computed in float32 where scores have half precision."""
     unit_values: bool = False
@@ -142,7 +141,6 @@ _ROWS = (
         normalised.softmax,
         PerHead,
         by_row=True,
-        unit_values=True,
     ),
 )
 
