@@ -213,6 +213,15 @@ def test_half_precision_and_autocast(kind: str) -> None:
         assert error.median() < 0.01
 
 
+@pytest.mark.parametrize("kind", ["softmax", "softmax_ln", "persistent"])
+def test_normalised_weights_are_exact_under_autocast(kind: str) -> None:
+    """Rounded to bfloat16, the weights of 1024 slots would miss a sum of 1 by about 1e-3."""
+    memory, x = KeyValueMemory(64, 1024, kind), torch.randn(50, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = memory(x, return_weights=True).weights.sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-5)
+
+
 @every_kind
 def test_compiles_whole(kind: str) -> None:
     memory, x = make(kind, bias=takes_bias(kind)), queries(5).requires_grad_()

@@ -100,6 +100,11 @@ def test_grouped_experts_equal_hidden_experts(k: int, bias: bool) -> None:
     torch.testing.assert_close(gradients(grouped, memory, x), gradients(hidden, memory, x))
 
 
+def test_no_expert_is_preferred_at_the_start_for_its_size() -> None:
+    experts = KeyValueMemory(64, 64, "sigma_moe").get_parameter("experts")
+    torch.testing.assert_close(experts.norm(dim=-1), torch.ones(16))
+
+
 def test_expert_dropout() -> None:
     memory, x = make("sigma_moe", expert_dropout=0.5), queries(2000)
     plain = make("sigma_moe")
@@ -151,19 +156,19 @@ def test_other_kinds_have_no_penalty(kind: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_extended_attention_is_one_softmax(causal: bool, kv_heads: int) -> None:
     """Rows, padding and causality written out with loops, against attention to the extension."""
-    memory = make("persistent", width=6, slots=4, heads=2)
-    q = torch.randn(2, 2, 5, 3, dtype=torch.float64)
+    memory = make("persistent", width=12, slots=4, heads=4)
+    q = torch.randn(2, 4, 5, 3, dtype=torch.float64)
     k, v = torch.randn(2, 2, kv_heads, 5, 3, dtype=torch.float64)
     lengths = torch.tensor([5, 3])
     keys, values = memory.extend(k, v)
-    assert keys.shape == values.shape == (2, 2, 9, 3)
+    assert keys.shape == values.shape == (2, 4, 9, 3)
     actual = attention("softmax", q, keys, values, causal=causal, key_lengths=lengths + 4)
     for b in range(2):
-        for h in range(2):
-            group = h * kv_heads // 2
+        for h in range(4):
+            group = h * kv_heads // 4
             for i in range(5):
                 seen = [j for j in range(lengths[b]) if not causal or j <= i]
                 all_keys = torch.cat((memory.keys[h], k[b, group, seen]))
