@@ -1,0 +1,147 @@
+"""What a recipe trains on: a tokenizer, examples to learn from, examples to be measured on."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from reluformer.data import sample
+from reluformer.data.batches import Batch, Batches
+from reluformer.data.corpus import Corpus
+from reluformer.data.packing import Packing, pack, sentences
+from reluformer.data.prepare import Prepared
+from reluformer.data.tokenizer import Tokenizer
+from reluformer.errors import UserError
+from reluformer.recipe import GENERATED, DataConfig, Recipe
+
+_CALIBRATION_TOKENS = 4096
+
+Documents = Iterable[Sequence[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A corpus and how it is cut into examples."""
+
+    corpus: Corpus
+    packing: Packing
+
+    def batches(self, recipe: Recipe, *, fixed_shapes: bool = False) -> Batches:
+        """Batches over the examples, as the recipe asks."""
+        return Batches(
+            self.corpus,
+            self.packing.spans,
+            batch_tokens=recipe.train.batch_tokens,
+            seed=recipe.train.seed,
+            fixed_shapes=fixed_shapes,
+        )
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """All that a run reads; `checksums` tell whether it is the same as another run's."""
+
+    tokenizer: Tokenizer
+    train: Split
+    dev: Split | None
+    checksums: dict[str, str]
+
+
+def load_data(recipe: Recipe) -> TrainingData:
+    """Make or open the data that the recipe names."""
+    config = recipe.data
+    if config.source in GENERATED:
+        tokenizer, corpora = _generate(config)
+    else:
+        prepared = Prepared.open(config.source)
+        tokenizer = prepared.tokenizer()
+        corpora = {
+            split: prepared.corpus(split) for split in ("train", "dev") if split in prepared.splits
+        }
+    if "dev" not in corpora and (recipe.train.dev_every or recipe.train.bleu_every):
+        raise UserError(
+            f"data.source {config.source} has no dev split, which train.dev_every and "
+            "train.bleu_every need; set both to null"
+        )
+    if config.direction == "backward":
+        corpora = {
+            name: replace(c, source=c.target, target=c.source) for name, c in corpora.items()
+        }
+    checksums = {"tokenizer": tokenizer.sha256}
+    checksums.update({name: _checksum(corpus) for name, corpus in corpora.items()})
+    splits = {name: Split(corpus, _cut(config, name, corpus)) for name, corpus in corpora.items()}
+    return TrainingData(tokenizer, splits["train"], splits.get("dev"), checksums)
+
+
+def calibration_batches(recipe: Recipe, data: TrainingData) -> list[Batch]:
+    """A few small batches of all lengths, from the shortest bucket to the longest.
+
+    They are whole batches, the same in every process.
+    """
+    split = data.train
+    whole = split.batches(recipe)
+    small = Batches(
+        split.corpus,
+        split.packing.spans,
+        batch_tokens=min(recipe.train.batch_tokens, max(_CALIBRATION_TOKENS, whole.buckets[-1])),
+        seed=recipe.train.seed,
+        buckets=whole.buckets.tolist(),
+    )
+    plan = small.plan(0)
+    used = np.unique(plan.buckets)
+    count = min(recipe.train.calibration_batches, len(used))
+    chosen = used[np.linspace(0, len(used) - 1, count).round().astype(int)]
+    indices = [int(np.flatnonzero(plan.buckets == bucket)[0]) for bucket in chosen]
+    return [next(small.epoch(0, index)) for index in indices]
+
+
+def _generate(config: DataConfig) -> tuple[Tokenizer, dict[str, Corpus]]:
+    generated = config.generated
+    assert generated is not None
+    bounds = (generated.lengths[0], generated.lengths[1])
+
+    def documents(split: sample.Split, count: int) -> Documents:
+        if config.source == "sample":
+            return sample.documents(generated.seed, count, bounds, split=split)
+        pairs = sample.reverse_pairs if config.source == "reverse" else sample.copy_pairs
+        # The two splits are streams of their own; short sequences may occur in both.
+        seed = 2 * generated.seed + (split == "dev")
+        return ([pair] for pair in pairs(seed, count, generated.symbols, bounds))
+
+    train = list(documents("train", generated.train))
+    lines = [side for document in train for pair in document for side in pair]
+    tokenizer = Tokenizer.train(lines, generated.vocab_size)
+    return tokenizer, {
+        "train": Corpus.in_memory(train, tokenizer),
+        "dev": Corpus.in_memory(documents("dev", generated.dev), tokenizer),
+    }
+
+
+def _swapped(corpus: Corpus) -> Corpus:
+    return replace(corpus, source=corpus.target, target=corpus.source)
+
+
+def _cut(config: DataConfig, split: str, corpus: Corpus) -> Packing:
+    if config.unit == "sentence":
+        packing = sentences(corpus, config.max_length)
+    else:
+        limit = config.max_length
+        packing = pack(corpus, limit, cap=limit, cross_documents=config.cross_documents)
+    if not len(packing.spans):
+        raise UserError(
+            f"data.max_length must fit a sentence of {config.source}, got {config.max_length}, "
+            f"less than every sentence of {split} needs"
+        )
+    return packing
+
+
+def _checksum(corpus: Corpus) -> str:
+    digest = hashlib.sha256()
+    arrays: list[Any] = [corpus.documents]
+    for side in (corpus.source, corpus.target):
+        arrays += [side.tokens, side.offsets]
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

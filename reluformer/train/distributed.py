@@ -1,0 +1,152 @@
+"""One process or many: who computes where, and what they tell each other.
+
+Everything is torch.distributed's: DDP where each process holds the model (`replicate`), FSDP2 where
+its weights are divided (`shard`). Both average gradients over processes; the loss of a process is
+therefore multiplied by their number, and sums over the global batch come out.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from reluformer.errors import UserError
+from reluformer.model import ReLUFormer
+from reluformer.recipe import TrainConfig
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among its peers."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and reports."""
+        return self.rank == 0
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def processes(config: TrainConfig) -> Iterator[Processes]:
+    """Join the group that torchrun started, or be alone."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    if world == 1:
+        yield Processes(0, 1, device)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    try:
+        yield Processes(rank, world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model that trains together with its copies or shards in other processes."""
+
+    model: ReLUFormer
+    """The model itself; its parameters are shards where weights are divided."""
+    forward: Callable[..., Any]
+    """What to call in place of the model while training."""
+    _last_only: Callable[[bool], AbstractContextManager[None]]
+
+    def sharing(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a part of a step: gradients are shared after the last."""
+        return self._last_only(last)
+
+
+def parallelise(model: ReLUFormer, config: TrainConfig, group: Processes) -> Parallel:
+    """Tie the model to its peers as the recipe asks; alone it stays as it is."""
+    if group.world == 1:
+        return Parallel(model, model, lambda last: nullcontext())
+    if config.parallel == "shard":
+        return _shard(model)
+    # Buffers are fixed after calibration, which is the same in every process.
+    replica = nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+    return Parallel(model, replica, lambda last: nullcontext() if last else replica.no_sync())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard, gathered from all processes; any other tensor as it is."""
+    if hasattr(tensor, "full_tensor"):
+        gathered: Tensor = tensor.full_tensor()
+        return gathered
+    return tensor
+
+
+def alike(tensor: Tensor, like: Tensor) -> Tensor:
+    """A full tensor, the same in every process, on the device and divided in the way of `like`."""
+    if hasattr(like, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(like, DTensor)
+        tensor = tensor.to(like.device_mesh.device_type)
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return tensor.to(like.device)
+
+
+def _shard(model: ReLUFormer) -> Parallel:
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"train.parallel cannot be shard with the single number {name} to learn; allowed "
+                "are replicate, or gamma of each head"
+            )
+    for layer in model.encoder:
+        fully_shard(layer)
+    for layer in model.decoder:
+        # The source's keys and values are projected before the layer itself runs.
+        cross = layer.cross_attention.attention  # type: ignore[union-attr]
+        fully_shard(cross)  # type: ignore[arg-type]
+        register_fsdp_forward_method(cross, "project")  # type: ignore[arg-type]
+        fully_shard(layer)
+    fully_shard(model)
+    for method in ("encode", "start", "decode"):
+        register_fsdp_forward_method(model, method)
+    assert isinstance(model, FSDPModule)
+
+    @contextmanager
+    def last_only(last: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(last)
+        yield
+
+    return Parallel(model, model, last_only)
+
+
+def _device(config: TrainConfig, local_rank: int) -> torch.device:
+    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"train.device is cuda, but process {local_rank} of this machine finds "
+            f"{torch.cuda.device_count()} GPUs; allowed is one process for each"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

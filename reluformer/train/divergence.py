@@ -1,0 +1,55 @@
+"""Noticing that a run has failed, or is about to."""
+
+import math
+
+from reluformer.train.statistics import Attention, IntervalLosses
+
+# Seen in trials long before the loss tells: every query reads one key and never another again.
+_COLLAPSED_ENTROPY = 0.1
+_COLLAPSED_ZEROS = 0.95
+
+
+class Diverged(RuntimeError):
+    """Training failed at `step`. The command line exits with status 3."""
+
+    def __init__(self, step: int, reason: str, attention: Attention) -> None:
+        seen = " | ".join(f"{site} {statistics}" for site, statistics in attention.items())
+        super().__init__(
+            f"training diverged by step {step}: {reason}" + (f" | {seen}" * bool(seen))
+        )
+        self.step = step
+
+
+class Guard:
+    """Compares each interval with the best before it."""
+
+    def __init__(self, explosion: float | None, lowest: float = math.inf) -> None:
+        self.explosion = explosion
+        self.lowest = lowest
+        """Lowest negative log-likelihood of an interval so far."""
+        self._warned = False
+
+    def check(self, step: int, losses: IntervalLosses, attention: Attention) -> None:
+        """Raise `Diverged` if the interval that ends with `step` holds a bad number or a leap."""
+        for name, value in losses._asdict().items():
+            if not math.isfinite(value):
+                raise Diverged(step, f"{name} is {value}", attention)
+        if self.explosion is not None and losses.nll > self.lowest + self.explosion:
+            reason = f"loss per token rose to {losses.nll:.2f} from {self.lowest:.2f}"
+            raise Diverged(step, reason, attention)
+        self.lowest = min(self.lowest, losses.nll)
+
+    def collapse(self, attention: Attention) -> str | None:
+        """A warning, once, when the attention to the source has shrunk to single keys."""
+        cross = attention.get("cross")
+        if cross is None or self._warned:
+            return None
+        if cross.entropy > _COLLAPSED_ENTROPY or cross.zeros < _COLLAPSED_ZEROS:
+            return None
+        self._warned = True
+        return (
+            "the attention to the source has collapsed: each query reads about one key "
+            f"(entropy {cross.entropy:.2f}, zeros {cross.zeros:.0%}) and the others get no "
+            "gradient; start with lower row sums (model.attention.row_sum_init) or weaker "
+            "regularisers"
+        )

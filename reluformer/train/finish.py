@@ -1,0 +1,52 @@
+"""From the last checkpoints to the finished model."""
+
+from pathlib import Path
+
+import torch
+
+from reluformer import checkpoint
+from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER, RunState, Tensors
+from reluformer.data.tokenizer import Tokenizer
+from reluformer.files import atomic_folder
+from reluformer.model import ReLUFormer
+from reluformer.model.pretrained import load_tensors
+from reluformer.recipe import Recipe
+
+
+def final_weights(run: Path, recipe: Recipe, state: RunState) -> Tensors:
+    """The weights that `train.final` asks for, from the checkpoints of a run that has ended."""
+    final = recipe.train.final
+    if final == "average":
+        return average([checkpoint.load_weights(run, step) for step in _last(run, recipe)])
+    if final == "best":
+        assert state.best_step is not None
+        return checkpoint.load_weights(run, state.best_step)
+    if final == "ema":
+        tensors = checkpoint.load(run, state.step).tensors
+        # The average follows parameters; what is fixed comes from the model.
+        return {**tensors["model"], **tensors["ema"]}
+    return checkpoint.load_weights(run, state.step)
+
+
+def average(weights: list[Tensors]) -> Tensors:
+    """Mean of each tensor over several models, computed in float64."""
+    return {
+        name: torch.stack([tensors[name].double() for tensors in weights]).mean(0).to(first.dtype)
+        for name, first in weights[0].items()
+    }
+
+
+def write_model(run: Path, recipe: Recipe, tokenizer: Tokenizer, weights: Tensors) -> Path:
+    """Write `DIR/model`, complete in itself; its appearance ends the run."""
+    model = ReLUFormer(recipe.model_with(tokenizer.vocab_size))
+    folder = run / MODEL
+    load_tensors(model, weights, folder)
+    with atomic_folder(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save(partial / TOKENIZER)
+        recipe.save(partial / RECIPE)
+    return folder
+
+
+def _last(run: Path, recipe: Recipe) -> list[int]:
+    return checkpoint.steps(run)[-recipe.train.average_last :]

@@ -1,0 +1,244 @@
+"""The training loop."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from reluformer import checkpoint
+from reluformer.checkpoint import RunState
+from reluformer.data.batches import Batch, prefetch
+from reluformer.model import ReLUFormer
+from reluformer.model.losses import translation_loss
+from reluformer.recipe import Recipe
+from reluformer.train import folder
+from reluformer.train.data import TrainingData, load_data
+from reluformer.train.dev import dev_loss
+from reluformer.train.distributed import Processes, processes
+from reluformer.train.divergence import Guard
+from reluformer.train.finish import final_weights, write_model
+from reluformer.train.learner import compiles
+from reluformer.train.metrics import Metrics
+from reluformer.train.report import Reporter, reporter
+from reluformer.train.schedule import learning_rate, step_seed
+from reluformer.train.start import autocast, begin, set_up_torch
+from reluformer.train.statistics import Attention, IntervalLosses, Meter, attention_statistics
+from reluformer.train.step import Objective, StepLosses
+
+
+class Trained(NamedTuple):
+    """A finished run."""
+
+    folder: Path
+    model: Path
+    """The finished model, for `reluformer.checkpoint.load_run`."""
+
+
+def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
+    """Train what the recipe describes in the folder `out`, or go on where a killed run stopped.
+
+    Returns at once if the run is finished. Raises `UserError` for a folder of another recipe, and
+    `Diverged` when training fails; the last good checkpoint stays. Under torchrun, every process
+    calls this, with one folder that all can read.
+    """
+    run = Path(out)
+    folder.check_recipe(run, recipe)
+    if not folder.is_finished(run):
+        with processes(recipe.train) as group:
+            _train(recipe, run, group, quiet)
+    return Trained(run, run / checkpoint.MODEL)
+
+
+def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
+    config = recipe.train
+    set_up_torch(config, group.device)
+    data = load_data(recipe)
+    folder.check_data(run, data)
+    torch.manual_seed(config.seed)
+    # Settings that cannot work are refused here, before anything is written.
+    model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size))
+    with ExitStack() as stack:
+        if group.main:
+            stack.enter_context(folder.locked(run))
+            checkpoint.clean(run)
+        listener = stack.enter_context(reporter(config.steps, speaks=group.main and not quiet))
+        loop = _Loop(recipe, run, group, data, model, listener)
+        stack.callback(loop.close)
+        state = loop.learn()
+        if group.main:
+            write_model(run, recipe, data.tokenizer, final_weights(run, recipe, state))
+            listener.say(f"finished at step {state.step}: {run / checkpoint.MODEL}")
+        group.wait()
+
+
+class _Loop:
+    """One start of a run, up to its last step."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Path,
+        group: Processes,
+        data: TrainingData,
+        model: ReLUFormer,
+        listener: Reporter,
+    ) -> None:
+        self.recipe, self.config, self.run, self.group = recipe, recipe.train, run, group
+        self.listener = listener
+        self.learner, self.state, attention = begin(recipe, run, group, data, model)
+        compiled = compiles(self.config, group.device)
+        self.batches = data.train.batches(recipe, fixed_shapes=compiled)
+        self.dev = None if data.dev is None else data.dev.batches(recipe)
+        self.autocast = autocast(self.config, group.device)
+        self.objective = Objective(
+            self.config,
+            model.config,
+            group,
+            self.autocast,
+            torch.compile(translation_loss, dynamic=False) if compiled else translation_loss,
+        )
+        lowest = self.state.lowest
+        self.guard = Guard(self.config.explosion, math.inf if lowest is None else lowest)
+        self.meter = Meter(group)
+        self.metrics: Metrics | None = None
+        if group.main:
+            folder.describe(run, recipe, data, group, self.state.step)
+            # A fresh start writes step 0 anew.
+            after = self.state.step or -1
+            tensorboard = self.config.tensorboard
+            self.metrics = Metrics(run / folder.METRICS, after=after, tensorboard=tensorboard)
+        self._greet(attention)
+
+    def learn(self) -> RunState:
+        """Take the steps that are left; return the state after the last."""
+        state, config, group = self.state, self.config, self.group
+        position = (state.position[0], state.position[1])
+        endless = self.batches.endless(position, rank=group.rank, world=group.world)
+        self.clock = time.perf_counter()
+        # A generator: closing it ends its thread.
+        prefetched = cast("Generator[Batch]", prefetch(endless, pin=group.device.type == "cuda"))
+        with closing(prefetched) as stream:
+            while state.step < config.steps and not state.stopped:
+                step = state.step + 1
+                batches = [next(stream).to(group.device) for _ in range(config.accumulate)]
+                tokens = sum(batch.target_tokens for batch in batches)
+                looks = self._looks(step)
+                torch.manual_seed(step_seed(config.seed, step, group.rank))
+                losses = self.objective.backward(self.learner.parallel, batches, step, watch=looks)
+                norm = self.learner.update(step, learning_rate(config, step))
+                self.meter.add(losses.values, norm, tokens)
+                state = dataclasses.replace(
+                    state, step=step, position=batches[-1].position, tokens=state.tokens + tokens
+                )
+                if looks:
+                    state = self._look(state, losses)
+                self.listener.advance(step)
+        return state
+
+    def close(self) -> None:
+        """Close the metrics."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _looks(self, step: int) -> bool:
+        """Whether numbers leave the device after this step."""
+        config = self.config
+        intervals = (config.log_every, config.checkpoint_every, config.dev_every, config.bleu_every)
+        return step == config.steps or any(every and step % every == 0 for every in intervals)
+
+    def _look(self, state: RunState, losses: StepLosses) -> RunState:
+        """Check, measure, report and save after a step; nothing bad is ever saved."""
+        seconds, tokens = time.perf_counter() - self.clock, self.meter.tokens
+        interval = self.meter.read()
+        attention = attention_statistics(losses.readings, self.group)
+        self.guard.check(state.step, interval, attention)
+        state = dataclasses.replace(state, lowest=self.guard.lowest)
+        state, measured = self._measure(state)
+        self._report(state, interval, attention, tokens / seconds, measured)
+        if self._saves(state):
+            self._save(state)
+        self.clock = time.perf_counter()
+        return state
+
+    def _measure(self, state: RunState) -> tuple[RunState, dict[str, float]]:
+        """Dev loss where it is due, and what follows from it."""
+        every = self.config.dev_every
+        if every is None or (state.step % every and state.step != self.config.steps):
+            return state, {}
+        assert self.dev is not None
+        nll = dev_loss(self.learner.model, self.dev, self.group, self.autocast)
+        if state.best_nll is None or nll < state.best_nll:
+            state = dataclasses.replace(state, best_nll=nll, best_step=state.step, stale=0)
+        else:
+            stale = state.stale + 1
+            patience = self.config.patience
+            stopped = patience is not None and stale >= patience
+            state = dataclasses.replace(state, stale=stale, stopped=stopped)
+        return state, {"nll": nll}
+
+    def _report(
+        self,
+        state: RunState,
+        interval: IntervalLosses,
+        attention: Attention,
+        speed: float,
+        measured: dict[str, float],
+    ) -> None:
+        rate = learning_rate(self.config, state.step)
+        record: dict[str, Any] = {"step": state.step, **interval._asdict(), "lr": rate}
+        record |= {"tokens": state.tokens, "tokens_per_second": round(speed, 1)}
+        record["attention"] = _plain(attention)
+        if measured:
+            record["dev"] = measured
+        self._write(record)
+        line = (
+            f"step {state.step} loss {interval.loss:.3f} nll {interval.nll:.3f} "
+            f"norm {interval.grad_norm:.2f} lr {rate:.2e} {speed:,.0f} tok/s | {_show(attention)}"
+        )
+        self.listener.say(line)
+        if measured:
+            best = " (best)" if state.best_step == state.step else ""
+            shown = " ".join(f"{name} {value:.3f}" for name, value in measured.items())
+            self.listener.say(f"step {state.step} dev {shown}{best}")
+        warning = self.guard.collapse(attention)
+        if warning is not None:
+            self.listener.say(f"warning: {warning}")
+
+    def _saves(self, state: RunState) -> bool:
+        due = state.step % self.config.checkpoint_every == 0
+        best = self.config.final == "best" and state.best_step == state.step
+        return due or best or state.stopped or state.step == self.config.steps
+
+    def _save(self, state: RunState) -> None:
+        tensors = self.learner.tensors()
+        if not self.group.main:
+            return
+        assert self.metrics is not None
+        self.metrics.sync()
+        checkpoint.save(self.run, state, tensors)
+        best = [state.best_step] if self.config.final == "best" and state.best_step else []
+        checkpoint.prune(self.run, self.config.keep, best)
+
+    def _greet(self, attention: Attention) -> None:
+        if self.state.step:
+            self.listener.say(f"resuming after step {self.state.step}")
+        else:
+            self.listener.say(f"attention at the start | {_show(attention)}")
+            self._write({"step": 0, "attention": _plain(attention)})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
+
+
+def _show(attention: Attention) -> str:
+    return " | ".join(f"{site} {statistics}" for site, statistics in attention.items())
+
+
+def _plain(attention: Attention) -> dict[str, Any]:
+    return {site: statistics._asdict() for site, statistics in attention.items()}

@@ -1,0 +1,75 @@
+"""Numbers of a run on disk: `metrics.jsonl`, and curves for tensorboard on request."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reluformer.errors import UserError
+from reluformer.files import write_text
+
+
+class Metrics:
+    """One JSON line for each logged step; a step appears once, however often the run was killed."""
+
+    def __init__(self, path: Path, *, after: int, tensorboard: bool = False) -> None:
+        """Go on after step `after`: what a killed run wrote beyond it is dropped."""
+        if path.is_file():
+            write_text(path, "".join(_lines_until(path, after)))
+        self._path = path
+        self._board = _tensorboard(path.parent, after) if tensorboard else None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add a line with the field `step` and further, perhaps nested, numbers."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        if self._board is not None:
+            for name, value in _numbers(record):
+                self._board.add_scalar(name, value, record["step"])
+
+    def sync(self) -> None:
+        """Make sure that all lines have reached the disk."""
+        with self._path.open("ab") as file:
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the curves."""
+        if self._board is not None:
+            self._board.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # Cut short by a kill; nothing follows.
+            break
+        if record["step"] > step or not line.endswith("\n"):
+            break
+        kept.append(line)
+    return kept
+
+
+def _numbers(record: Mapping[str, Any], parent: str = "") -> list[tuple[str, float]]:
+    found = []
+    for key, value in record.items():
+        name = f"{parent}/{key}" if parent else key
+        if isinstance(value, Mapping):
+            found += _numbers(value, name)
+        elif isinstance(value, (int, float)) and name != "step":
+            found.append((name, float(value)))
+    return found
+
+
+def _tensorboard(folder: Path, after: int) -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "train.tensorboard is true, but tensorboard is not installed; install the extra "
+            "reluformer[track] or set it to false"
+        ) from None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)

@@ -1,0 +1,82 @@
+"""How a start of a run begins: from a calibrated fresh model, or from its newest checkpoint."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from reluformer import checkpoint
+from reluformer.checkpoint import RunState
+from reluformer.model import ReLUFormer
+from reluformer.model.pretrained import load_tensors
+from reluformer.model.scale import Gamma
+from reluformer.recipe import Recipe, TrainConfig
+from reluformer.train.data import TrainingData, calibration_batches
+from reluformer.train.dev import evaluating
+from reluformer.train.distributed import Processes
+from reluformer.train.learner import Learner
+from reluformer.train.statistics import Attention, attention_statistics
+from reluformer.train.step import inputs, real_rows
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+class Beginning(NamedTuple):
+    """Where a start begins."""
+
+    learner: Learner
+    state: RunState
+    attention: Attention
+    """What the attentions of a fresh model do; empty in a resumed run."""
+
+
+def begin(
+    recipe: Recipe, run: Path, group: Processes, data: TrainingData, model: ReLUFormer
+) -> Beginning:
+    """Put the newest checkpoint into the freshly made `model`, or calibrate it."""
+    # All processes continue from the checkpoint that the main one sees.
+    newest = torch.tensor(max(checkpoint.steps(run), default=0) if group.main else 0)
+    step = int(group.add(newest.to(group.device)))
+    if step == 0:
+        attention = _calibrate(recipe, group, data, model.to(group.device))
+        return Beginning(Learner(model, recipe.train, group), RunState(), attention)
+    found = checkpoint.load(run, step)
+    load_tensors(model, found.tensors["model"], checkpoint.folder_of(run, step))
+    learner = Learner(model, recipe.train, group)
+    learner.restore(found.tensors)
+    return Beginning(learner, found.state, {})
+
+
+def set_up_torch(config: TrainConfig, device: torch.device) -> None:
+    """Global switches: tensor cores for float32 on a GPU, and determinism on request."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def autocast(config: TrainConfig, device: torch.device) -> Autocast:
+    """Makes contexts in which the model computes with the recipe's precision."""
+    precision = config.precision or ("bfloat16" if device.type == "cuda" else "float32")
+    enabled = precision == "bfloat16"
+    return lambda: torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def _calibrate(
+    recipe: Recipe, group: Processes, data: TrainingData, model: ReLUFormer
+) -> Attention:
+    """Set every gamma from batches of all lengths, and see what the attentions then do."""
+    batches = [batch.to(group.device) for batch in calibration_batches(recipe, data)]
+    if any(isinstance(module, Gamma) for module in model.modules()):
+        model.calibrate(inputs(batch) for batch in batches)
+    with evaluating(model):
+        readings = [
+            reading
+            for batch in batches
+            for reading in real_rows(model(**inputs(batch), record="stats").readings, batch)
+        ]
+    return attention_statistics(readings, group)

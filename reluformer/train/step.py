@@ -1,0 +1,127 @@
+"""One step's losses and gradients, the same for any number of processes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from reluformer.data.batches import Batch
+from reluformer.model.config import ModelConfig, Site
+from reluformer.model.losses import AttentionSums, attention_sums, mean_losses, translation_loss
+from reluformer.model.readings import Reading
+from reluformer.ops.table import lookup
+from reluformer.recipe import TrainConfig
+from reluformer.train.distributed import Parallel, Processes
+from reluformer.train.schedule import regulariser_share
+
+_SITES: tuple[Site, ...] = ("encoder", "decoder", "cross")
+# Rows on which attentions without regularisers are watched.
+_WATCHED_ROWS = 64
+
+
+class StepLosses(NamedTuple):
+    """This process's part of a step's losses; the parts of all processes add up to the whole."""
+
+    values: Tensor
+    """[4]: loss that is minimised, negative log-likelihood per token, both regularisers."""
+    readings: tuple[Reading, ...]
+    """Of the step's last batch, without rows that hold no example; empty unless asked for."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: smoothed cross-entropy per token of the global batch, and regularisers.
+
+    The regularisers are means over the rows of a global batch; of the batches that make one step
+    each counts by its share of the tokens.
+    """
+
+    config: TrainConfig
+    model: ModelConfig
+    group: Processes
+    autocast: Callable[[], AbstractContextManager[object]]
+    cross_entropy: Callable[..., tuple[Tensor, Tensor]] = translation_loss
+
+    @cached_property
+    def regularised(self) -> frozenset[str]:
+        """Sites whose attention is rectified without a norm behind it that undoes row sums."""
+        if self.config.normalisation_weight == 0 and self.config.entropy_weight == 0:
+            return frozenset()
+        rows = {site: lookup(self.model.attention_at(site).kind) for site in _SITES}
+        return frozenset(s for s, row in rows.items() if row.rule is not None and not row.finish)
+
+    def backward(
+        self, parallel: Parallel, batches: Sequence[Batch], step: int, *, watch: bool
+    ) -> StepLosses:
+        """Add the gradients of one step's batches; `watch` asks for readings of all sites."""
+        tokens = sum(batch.target_tokens for batch in batches)
+        total = torch.zeros(4, device=self.group.device)
+        readings: tuple[Reading, ...] = ()
+        for number, batch in enumerate(batches, 1):
+            with parallel.sharing(last=number == len(batches)):
+                part, readings = self._part(parallel, batch, tokens, step, watch)
+                # Peers average their gradients; sums are wanted.
+                (part[0] * self.group.world).backward()  # type: ignore[no-untyped-call]
+            total += part.detach()
+        return StepLosses(total, readings if watch else ())
+
+    def _part(
+        self, parallel: Parallel, batch: Batch, tokens: int, step: int, watch: bool
+    ) -> tuple[Tensor, tuple[Reading, ...]]:
+        """One batch's contribution [4] to the step's losses, and its readings."""
+        sample_rows = self.config.sample_rows
+        if not self.regularised:
+            sample_rows = sample_rows or _WATCHED_ROWS
+        with self.autocast():
+            output = parallel.forward(
+                **inputs(batch),
+                record="stats" if watch or self.regularised else "nothing",
+                sample_rows=sample_rows,
+            )
+            smooth, nll = self.cross_entropy(
+                output.logits,
+                batch.target_out,
+                pad_id=self.model.pad_id,
+                smoothing=self.config.smoothing,
+            )
+        readings = real_rows(output.readings, batch)
+        normalisation, entropy = self._regularisers(readings)
+        share = regulariser_share(self.config, step) * batch.target_tokens / tokens
+        loss = smooth / tokens + share * (
+            self.config.normalisation_weight * normalisation + self.config.entropy_weight * entropy
+        )
+        weight = batch.target_tokens / tokens
+        parts = [loss, nll / tokens, weight * normalisation.detach(), weight * entropy.detach()]
+        return torch.stack(parts), readings
+
+    def _regularisers(self, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
+        counted = [reading for reading in readings if reading.site in self.regularised]
+        if not counted:
+            zero = torch.zeros((), device=self.group.device)
+            return zero, zero
+        sums = attention_sums(counted)
+        counts = self.group.add(torch.stack([sums.live, sums.rows]))
+        losses = mean_losses(sums, AttentionSums(sums.normalisation, sums.entropy, *counts))
+        return losses.normalisation, losses.entropy
+
+
+def inputs(batch: Batch) -> dict[str, Tensor]:
+    """A batch as keywords of the model's `forward`."""
+    return {
+        "source": batch.source,
+        "target": batch.target_in,
+        "source_lengths": batch.source_lengths,
+        "target_lengths": batch.target_lengths,
+    }
+
+
+def real_rows(readings: Sequence[Reading], batch: Batch) -> tuple[Reading, ...]:
+    """`readings` without the rows that only fill the batch's shape."""
+    if len(batch.examples) == len(batch.source):
+        return tuple(readings)
+    real = (batch.target_lengths > 0).view(-1, 1, 1)
+    return tuple(reading._replace(valid=reading.valid & real) for reading in readings)
