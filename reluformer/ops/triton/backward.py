@@ -1,0 +1,736 @@
+"""Backward kernels. With x and C_i as in the forward kernel and G = dL/dw,
+
+    G_ij = keep_ij (dO_i . v_j) + g_i + e_i (log w_ij + 1),     dS_ij = C_i p x^(p-1) G_ij [x > 0],
+
+where g and e are the gradients of the row sum and of sum w log w. Nothing but q, k, v and the
+output gradient is read. `keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel`
+a tile of queries (dQ: three); each sums in a fixed order. `keys_kernel` can also add its share of
+dQ to a float32 buffer with atomics, which saves two products and costs repeatability.
+"""
+
+import triton
+import triton.language as tl
+
+from reluformer.ops.triton.parts import (
+    LN2,
+    dropout_factor,
+    head_threshold,
+    keep_rows,
+    key_range,
+    load_tile,
+    log2_positive,
+    query_range,
+    rectified,
+    row_factor,
+    sequence,
+    store_tile,
+    visible,
+    visible_count,
+)
+
+
+@triton.jit
+def _row_terms(
+    stats,
+    rows,
+    n_q,
+    position,
+    end,
+    window,
+    count,
+    grad_sum,
+    grad_log,
+    unit,
+    gamma,
+    h,
+    length_exponent,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    POWER: tl.constexpr,
+    GRADS: tl.constexpr,
+):
+    """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows."""
+    if HAS_MASK:
+        n = tl.load(count + stats, mask=rows < n_q, other=0.0)
+    else:
+        n = visible_count(position, end, window, CAUSAL, WINDOW)
+    factor = row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA)
+    constant = tl.zeros_like(factor)
+    slope = tl.zeros_like(factor)
+    if GRADS >= 1:
+        constant = tl.load(grad_sum + stats, mask=rows < n_q, other=0.0)
+    if GRADS == 2:
+        e = tl.load(grad_log + stats, mask=rows < n_q, other=0.0)
+        constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
+        slope = e * (POWER * LN2)
+    return factor, constant, slope
+
+
+@triton.jit
+def _walk_keys(
+    acc,
+    shift_total,
+    q_tile,
+    g_tile,
+    constant,
+    slope,
+    k,
+    v,
+    mask,
+    low,
+    high,
+    rows,
+    n_q,
+    batch,
+    kv_head,
+    first_k,
+    offset,
+    end,
+    window,
+    cut,
+    scale,
+    seed_value,
+    bh,
+    dropout,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_mq,
+    stride_mk,
+    MASKED: tl.constexpr,
+    CHECK: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    POWER: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    GRADS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    for col in tl.range(low, high, KEYS):
+        k_tile = load_tile(
+            k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
+            KEYS, D_PAD, D, TMA, CHECK,
+        )  # fmt: skip
+        v_tile = load_tile(
+            v, batch, kv_head, first_k + col, stride_vb, stride_vh, stride_vt, first_k + end,
+            KEYS, DV_PAD, DV, TMA, CHECK,
+        )  # fmt: skip
+        if MASKED and PADDED and TMA:
+            k_tile = keep_rows(k_tile, col, end, KEYS)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        grad = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+        if PRESCALE:
+            score = score * scale
+        if HAS_THRESHOLD:
+            score = score - cut
+        cols = col + tl.arange(0, KEYS)
+        if MASKED:
+            seen = visible(
+                (rows + offset)[:, None], rows[:, None], cols[None, :], end, window,
+                mask, stride_mq, stride_mk, n_q, CAUSAL, WINDOW, HAS_MASK,
+            )  # fmt: skip
+            score = tl.where(seen, score, 0.0)
+        if DROPOUT:
+            grad *= dropout_factor(seed_value, rows[:, None], cols[None, :], bh, dropout)
+        if GRADS >= 1:
+            grad += constant[:, None]
+        if GRADS == 2:
+            grad += slope[:, None] * log2_positive(score, PTX)
+        if POWER == 2:
+            grad *= score
+        grad = tl.where(score > 0, grad, 0.0)
+        shift_total += tl.sum(grad, 1)
+        acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return acc, shift_total
+
+
+@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+def queries_kernel(
+    q,
+    k,
+    v,
+    out,
+    grad_out,
+    grad_sum,
+    grad_log,
+    count,
+    dq,
+    row_dot,
+    row_shift,
+    gamma,
+    threshold,
+    lengths,
+    mask,
+    cu_q,
+    cu_k,
+    seed,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_ob,
+    stride_oh,
+    stride_ot,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    stride_dqb,
+    stride_dqh,
+    stride_dqt,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    stride_mk,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    heads,
+    q_length,
+    k_length,
+    window,
+    scale,
+    unit,
+    threshold_value,
+    length_exponent,
+    dropout,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    POWER: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    THRESHOLD_TENSOR: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    GRADS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ROW_DOT: tl.constexpr,
+    ROW_SHIFT: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dQ, and per row O.dO (for gamma) and the sum of dS in score units (for the threshold)."""
+    tiles = tl.cdiv(q_length, QUERIES)
+    tile = tl.program_id(0) % tiles
+    bh = tl.program_id(0) // tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile
+    b = bh // heads
+    h = bh % heads
+    batch, first_q, first_k, n_q, n_k, end = sequence(
+        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
+    )
+    row = tile * QUERIES
+    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
+        if row >= n_q:
+            return
+    rows = row + tl.arange(0, QUERIES)
+    offset = n_k - n_q
+    PADDED: tl.constexpr = HAS_LENGTHS or VARLEN
+    TAIL: tl.constexpr = PADDED or HAS_THRESHOLD
+    EDGES: tl.constexpr = CAUSAL or WINDOW
+    SINGLE: tl.constexpr = HAS_MASK or ONE_LOOP
+    low, inner_low, inner_high, high = key_range(
+        row, tl.minimum(row + QUERIES, n_q), offset, end, window, KEYS, CAUSAL, WINDOW, TAIL
+    )
+    q_tile = load_tile(
+        q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
+        QUERIES, D_PAD, D, TMA, True,
+    )  # fmt: skip
+    g_tile = load_tile(
+        grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
+        QUERIES, DV_PAD, DV, TMA, True,
+    )  # fmt: skip
+    stats = (
+        batch.to(tl.int64) * stride_sb
+        + h.to(tl.int64) * stride_sh
+        + (first_q + rows).to(tl.int64) * stride_st
+    )
+    factor, constant, slope = _row_terms(
+        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit, gamma, h,
+        length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+    )  # fmt: skip
+    inverse_scale = 1.0 if PRESCALE else 1.0 / scale
+    cut = head_threshold(threshold, threshold_value, inverse_scale, h, THRESHOLD_TENSOR)
+    seed_value = tl.load(seed) if DROPOUT else 0
+    mask_head = mask
+    if HAS_MASK:
+        mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+    kv_head = h // GROUP
+    acc = tl.zeros([QUERIES, D_PAD], tl.float32)
+    shift_total = tl.zeros([QUERIES], tl.float32)
+
+    for part in tl.static_range(3):
+        if (
+            part == 1
+            or (part == 0 and WINDOW and not SINGLE)
+            or (part == 2 and (EDGES or TAIL) and not SINGLE)
+        ):
+            if SINGLE:
+                start = low
+                stop = high
+            elif part == 0:
+                start = low
+                stop = tl.minimum(inner_low, high)
+            elif part == 1:
+                start = inner_low
+                stop = inner_high
+            else:
+                start = inner_high
+                stop = high
+            acc, shift_total = _walk_keys(
+                acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head, start, stop,
+                rows, n_q, batch, kv_head, first_k, offset, end, window,
+                cut, scale, seed_value, bh, dropout,
+                stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+                stride_mq, stride_mk,
+                part != 1 or SINGLE, part != 1 or SINGLE or not (EDGES or TAIL),
+                KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
+                HAS_THRESHOLD, PRESCALE, GRADS, DROPOUT, TMA, PTX, PRECISION,
+            )  # fmt: skip
+
+    factor *= POWER
+    if ROW_SHIFT:
+        tl.store(row_shift + stats, shift_total * factor * inverse_scale, mask=rows < n_q)
+    if ROW_DOT:
+        o_tile = load_tile(
+            out, batch, h, first_q + row, stride_ob, stride_oh, stride_ot, first_q + n_q,
+            QUERIES, DV_PAD, DV, False, True,
+        )  # fmt: skip
+        dot = tl.sum(o_tile.to(tl.float32) * g_tile.to(tl.float32), 1)
+        tl.store(row_dot + stats, dot, mask=rows < n_q)
+    if PRESCALE:
+        factor *= scale
+    store_tile(
+        dq, (acc * factor[:, None]).to(q_tile.dtype), batch, h, first_q + row,
+        stride_dqb, stride_dqh, stride_dqt, first_q + n_q, QUERIES, D_PAD, D, TMA and not VARLEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _walk_queries(
+    dk_acc,
+    dv_acc,
+    k_tile,
+    v_tile,
+    q,
+    grad_out,
+    grad_sum,
+    grad_log,
+    count,
+    dq,
+    mask,
+    gamma,
+    low,
+    high,
+    col,
+    n_q,
+    batch,
+    h,
+    first_q,
+    offset,
+    end,
+    window,
+    cut,
+    scale,
+    unit,
+    length_exponent,
+    seed_value,
+    bh,
+    dropout,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    stride_dqb,
+    stride_dqh,
+    stride_dqt,
+    stride_mq,
+    stride_mk,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    MASKED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    POWER: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    GRADS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    FUSED: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    cols = col + tl.arange(0, KEYS)
+    for row in tl.range(low, high, QUERIES):
+        rows = row + tl.arange(0, QUERIES)
+        q_tile = load_tile(
+            q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
+            QUERIES, D_PAD, D, TMA, True,
+        )  # fmt: skip
+        g_tile = load_tile(
+            grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
+            QUERIES, DV_PAD, DV, TMA, True,
+        )  # fmt: skip
+        if MASKED and VARLEN and TMA:
+            q_tile = keep_rows(q_tile, row, n_q, QUERIES)
+            g_tile = keep_rows(g_tile, row, n_q, QUERIES)
+        score = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        if PRESCALE:
+            score = score * scale
+        if HAS_THRESHOLD:
+            score = score - cut
+        if MASKED:
+            seen = visible(
+                (rows + offset)[None, :], rows[None, :], cols[:, None], end, window,
+                mask, stride_mq, stride_mk, n_q, CAUSAL, WINDOW, HAS_MASK,
+            )  # fmt: skip
+            score = tl.where(seen, score, 0.0)
+        if ROW_SCALE or GRADS >= 1:
+            stats = (
+                batch.to(tl.int64) * stride_sb
+                + h.to(tl.int64) * stride_sh
+                + (first_q + rows).to(tl.int64) * stride_st
+            )
+            factor, constant, slope = _row_terms(
+                stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit,
+                gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+            )  # fmt: skip
+        if DROPOUT:
+            kept = dropout_factor(seed_value, rows[None, :], cols[:, None], bh, dropout)
+        # C_i > 0 commutes with max(., 0), so it may be applied before the packed conversion.
+        weight = score
+        if ROW_SCALE and not PRESCALED:
+            weight = score * factor[None, :]
+        if POWER == 2 or DROPOUT:
+            weight = tl.where(score > 0, weight, 0.0)
+            if POWER == 2:
+                weight *= score
+            if DROPOUT:
+                weight *= kept
+            packed = weight.to(g_tile.dtype)
+        else:
+            packed = rectified(weight, g_tile.dtype, PTX)
+        dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=PRECISION)
+        grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+        if DROPOUT:
+            grad *= kept
+        if GRADS >= 1:
+            if PRESCALED:
+                constant *= factor
+            grad += constant[None, :]
+        if GRADS == 2:
+            if PRESCALED:
+                slope *= factor
+            grad += slope[None, :] * log2_positive(score, PTX)
+        if POWER == 2:
+            grad *= score
+        if ROW_SCALE and not PRESCALED:
+            grad *= factor[None, :]
+        grad = tl.where(score > 0, grad, 0.0).to(q_tile.dtype)
+        dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
+        if FUSED:
+            share = tl.dot(tl.trans(grad), k_tile, input_precision=PRECISION)
+            width = tl.arange(0, D_PAD)
+            base = dq + batch.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
+            pointers = base + (first_q + rows).to(tl.int64)[:, None] * stride_dqt + width[None, :]
+            inside = (rows < n_q)[:, None] & (width < D)[None, :]
+            tl.atomic_add(pointers, share, mask=inside, sem="relaxed")
+    return dk_acc, dv_acc
+
+
+@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+def keys_kernel(
+    q,
+    k,
+    v,
+    grad_out,
+    grad_sum,
+    grad_log,
+    count,
+    dq,
+    dk,
+    dv,
+    gamma,
+    threshold,
+    lengths,
+    mask,
+    cu_q,
+    cu_k,
+    seed,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    stride_dqb,
+    stride_dqh,
+    stride_dqt,
+    stride_dkb,
+    stride_dkh,
+    stride_dkt,
+    stride_dvb,
+    stride_dvh,
+    stride_dvt,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    stride_mk,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    heads,
+    q_length,
+    k_length,
+    window,
+    scale,
+    unit,
+    threshold_value,
+    length_exponent,
+    dropout,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    POWER: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    THRESHOLD_TENSOR: tl.constexpr,
+    PRESCALE: tl.constexpr,
+    GRADS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    PRESCALED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dK and dV of a tile of keys, summed over the query heads of its group and all queries.
+
+    `ROW_SCALE`: C_i differs between rows, so it is applied in the loop (or, `PRESCALED`, has been
+    multiplied into `grad_out`); otherwise once at the end. `FUSED` adds dQ / C_i to float32 `dq`
+    (dQ itself with `ROW_SCALE`).
+    """
+    kv_heads = heads // GROUP
+    tiles = tl.cdiv(k_length, KEYS)
+    tile = tl.program_id(0) % tiles
+    b = tl.program_id(0) // tiles // kv_heads
+    kv_head = tl.program_id(0) // tiles % kv_heads
+    batch, first_q, first_k, n_q, n_k, end = sequence(
+        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
+    )
+    col = tile * KEYS
+    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
+        if col >= n_k:
+            return
+    offset = n_k - n_q
+    EDGES: tl.constexpr = CAUSAL or WINDOW
+    SINGLE: tl.constexpr = HAS_MASK or ONE_LOOP
+    low, inner_low, inner_high, high = query_range(
+        col, tl.minimum(col + KEYS, end), offset, n_q, window, QUERIES, CAUSAL, WINDOW, VARLEN
+    )
+    k_tile = load_tile(
+        k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + n_k,
+        KEYS, D_PAD, D, TMA, True,
+    )  # fmt: skip
+    v_tile = load_tile(
+        v, batch, kv_head, first_k + col, stride_vb, stride_vh, stride_vt, first_k + n_k,
+        KEYS, DV_PAD, DV, TMA, True,
+    )  # fmt: skip
+    if FUSED and (HAS_LENGTHS or VARLEN):
+        # Only dQ mixes keys: a key past the end must be a zero row there.
+        k_tile = keep_rows(k_tile, col, end, KEYS)
+        v_tile = keep_rows(v_tile, col, end, KEYS)
+    inverse_scale = 1.0 if PRESCALE else 1.0 / scale
+    seed_value = tl.load(seed) if DROPOUT else 0
+    dk_acc = tl.zeros([KEYS, D_PAD], tl.float32)
+    dv_acc = tl.zeros([KEYS, DV_PAD], tl.float32)
+    for member in tl.range(0, GROUP, num_stages=1):
+        h = kv_head * GROUP + member
+        bh = b * heads + h
+        cut = head_threshold(threshold, threshold_value, inverse_scale, h, THRESHOLD_TENSOR)
+        mask_head = mask
+        if HAS_MASK:
+            mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+        for part in tl.static_range(3):
+            if (
+                part == 1
+                or (part == 0 and EDGES and not SINGLE)
+                or (part == 2 and (WINDOW or VARLEN) and not SINGLE)
+            ):
+                if SINGLE:
+                    start = low
+                    stop = high
+                elif part == 0:
+                    start = low
+                    stop = tl.minimum(inner_low, high)
+                elif part == 1:
+                    start = inner_low
+                    stop = inner_high
+                else:
+                    start = inner_high
+                    stop = high
+                dk_acc, dv_acc = _walk_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, grad_sum, grad_log, count, dq,
+                    mask_head, gamma, start, stop, col, n_q, batch, h, first_q, offset, end, window,
+                    cut, scale, unit, length_exponent, seed_value, bh, dropout,
+                    stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
+                    stride_dqb, stride_dqh, stride_dqt,
+                    stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
+                    part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
+                    WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, HAS_THRESHOLD, PRESCALE, GRADS, DROPOUT,
+                    ROW_SCALE, PRESCALED, FUSED, TMA, PTX, PRECISION,
+                )  # fmt: skip
+
+    value_factor = 1.0
+    if not ROW_SCALE:
+        n = visible_count(col, end, window, CAUSAL, WINDOW)
+        value_factor = row_factor(n, unit, gamma, kv_head * GROUP, length_exponent, HAS_GAMMA)
+    key_factor = value_factor * POWER
+    if PRESCALE:
+        key_factor *= scale
+    # A key past the end is a row of its own here: its gradients are zero.
+    dk_acc = keep_rows(dk_acc * key_factor, col, end, KEYS)
+    dv_acc = keep_rows(dv_acc * value_factor, col, end, KEYS)
+    store_tile(
+        dk, dk_acc.to(k_tile.dtype), batch, kv_head, first_k + col,
+        stride_dkb, stride_dkh, stride_dkt, first_k + n_k, KEYS, D_PAD, D, TMA and not VARLEN,
+    )  # fmt: skip
+    store_tile(
+        dv, dv_acc.to(v_tile.dtype), batch, kv_head, first_k + col,
+        stride_dvb, stride_dvh, stride_dvt, first_k + n_k, KEYS, DV_PAD, DV, TMA and not VARLEN,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+def scale_rows_kernel(
+    src,
+    dst,
+    count,
+    gamma,
+    lengths,
+    cu_q,
+    cu_k,
+    stride_ib,
+    stride_ih,
+    stride_it,
+    stride_ob,
+    stride_oh,
+    stride_ot,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    heads,
+    q_length,
+    k_length,
+    window,
+    unit,
+    length_exponent,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """dst = src times C_i (with `FACTOR`) or times `unit`, in the element type of dst."""
+    tiles = tl.cdiv(q_length, ROWS)
+    row = tl.program_id(0) % tiles * ROWS
+    bh = tl.program_id(0) // tiles
+    b = bh // heads
+    h = bh % heads
+    batch, first_q, first_k, n_q, n_k, end = sequence(
+        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
+    )
+    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
+        if row >= n_q:
+            return
+    rows = row + tl.arange(0, ROWS)
+    tile = load_tile(
+        src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
+        ROWS, D_PAD, D, False, True,
+    ).to(tl.float32)  # fmt: skip
+    if FACTOR:
+        stats = (
+            batch.to(tl.int64) * stride_sb
+            + h.to(tl.int64) * stride_sh
+            + (first_q + rows).to(tl.int64) * stride_st
+        )
+        factor, _, _ = _row_terms(
+            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma, h,
+            length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
+        )  # fmt: skip
+        tile *= factor[:, None]
+    else:
+        tile *= unit
+    store_tile(
+        dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
+        stride_ob, stride_oh, stride_ot, first_q + n_q, ROWS, D_PAD, D, False,
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""Shapes and memory layouts of results, shared by the kernels' host side and the fake ops."""
+
+import torch
+from torch import Tensor
+
+
+def empty_heads(like: Tensor, width: int, *, zero: bool) -> Tensor:
+    """A new [B, H, T, width] in the dimension order of `like` [B, H, T, D].
+
+    A view of [B, T, H, D] gives a view of [B, T, H, width], so that joining the heads copies
+    nothing.
+    """
+    batch, heads, rows, _ = like.shape
+    make = like.new_zeros if zero else like.new_empty
+    if like.stride(1) < like.stride(2):
+        return make((batch, rows, heads, width)).transpose(1, 2)
+    return make((batch, heads, rows, width))
+
+
+def row_values(q: Tensor, *, packed: bool, wanted: bool) -> Tensor:
+    """New float32 [B, H, Tq] for dense queries, zeros [N, H] for packed ones, empty if not wanted.
+
+    Packed queries come as [1, H, N, D]; rows past the last sequence stay zero.
+    """
+    if not wanted:
+        return q.new_empty(0, dtype=torch.float32)
+    if packed:
+        return q.new_zeros((q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_empty(tuple(q.shape[:3]), dtype=torch.float32)
+
+
+def last_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def packed_view(tensor: Tensor) -> Tensor:
+    """[N, H, D] seen as [1, H, N, D]."""
+    return tensor.transpose(0, 1).unsqueeze(0)

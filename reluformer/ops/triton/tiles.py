@@ -1,0 +1,121 @@
+"""Which tile each kernel uses: a table instead of a search at run time.
+
+The bfloat16 entries for widths 64 and 128 won on an H200 among six or seven candidates; the others
+are chosen so that nothing spills and shared memory suffices. A tile with fewer query rows than keys
+is allowed because the kernels bound whole tiles by both edges.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Kernel = Literal["forward", "keys", "queries", "fused"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows and key columns of a tile, warps and pipeline stages.
+
+    `one_loop` masks every tile in a single loop instead of separating whole from masked tiles.
+    `prescale` multiplies the output gradient by the row factor in a pass of its own instead of in
+    the loop (key gradients only).
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    one_loop: bool = False
+    prescale: bool = False
+
+
+# (kernel, padded width, edged): tiles with the longest key length they serve.
+_LONG = 1 << 62
+_HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
+    ("forward", 64, False): [(_LONG, Tile(128, 64, 8, 3))],
+    ("forward", 64, True): [(_LONG, Tile(128, 64, 8, 3))],
+    ("forward", 128, False): [(_LONG, Tile(256, 64, 8, 3))],
+    ("forward", 128, True): [(2048, Tile(256, 64, 8, 3)), (_LONG, Tile(128, 128, 8, 3))],
+    ("forward", 256, False): [(_LONG, Tile(128, 64, 8, 2))],
+    ("keys", 64, False): [(_LONG, Tile(64, 64, 4, 3))],
+    ("keys", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 3, prescale=True))],
+    ("keys", 128, False): [(_LONG, Tile(64, 128, 8, 3))],
+    ("keys", 128, True): [
+        (2048, Tile(64, 128, 8, 3)),
+        (_LONG, Tile(64, 128, 8, 3, prescale=True)),
+    ],
+    ("keys", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
+    ("queries", 64, False): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
+    ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
+    ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
+    ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
+    ("fused", 64, False): [(_LONG, Tile(64, 128, 8, 2))],
+    ("fused", 128, False): [(_LONG, Tile(64, 128, 8, 2))],
+    ("fused", 256, False): [(_LONG, Tile(32, 64, 8, 1))],
+}
+_SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
+    ("forward", 64, False): [(_LONG, Tile(64, 64, 4, 2))],
+    ("forward", 128, False): [(_LONG, Tile(64, 32, 4, 2))],
+    ("forward", 256, False): [(_LONG, Tile(64, 32, 8, 1))],
+    ("keys", 64, False): [(_LONG, Tile(32, 64, 4, 2))],
+    ("keys", 128, False): [(_LONG, Tile(32, 64, 8, 1))],
+    ("keys", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
+    ("queries", 64, False): [(_LONG, Tile(64, 32, 4, 2))],
+    ("queries", 128, False): [(_LONG, Tile(64, 32, 8, 1))],
+    ("queries", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
+    ("fused", 64, False): [(_LONG, Tile(32, 64, 4, 1))],
+    ("fused", 128, False): [(_LONG, Tile(32, 64, 8, 1))],
+    ("fused", 256, False): [(_LONG, Tile(16, 32, 4, 1))],
+}
+
+
+@dataclass
+class _Override:
+    tiles: dict[Kernel, Tile]
+    tma: bool | None
+
+
+_override = _Override({}, None)
+
+
+def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) -> Tile:
+    """The tile for a padded head width (16 to 256), key length and bytes per element.
+
+    `edged` calls (causal, windowed, padded, masked, with dropout) need registers for their masks.
+    """
+    if kernel in _override.tiles:
+        return _override.tiles[kernel]
+    table = _HALF if itemsize == 2 else _SINGLE
+    width = max(width, 64)
+    rows = table.get((kernel, width, edged)) or table[kernel, width, False]
+    return next(tile for limit, tile in rows if length <= limit)
+
+
+def every(kernel: Kernel, width: int, itemsize: int) -> list[Tile]:
+    """All tiles the table can give for a padded width, without repetition."""
+    table = _HALF if itemsize == 2 else _SINGLE
+    found = [
+        tile
+        for (name, entry_width, _), rows in table.items()
+        for _, tile in rows
+        if name == kernel and entry_width == max(width, 64)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def forced_tma() -> bool | None:
+    """Whether an override asks for descriptors (True), pointers (False) or neither (None)."""
+    return _override.tma
+
+
+@contextmanager
+def override(tiles: dict[Kernel, Tile] | None = None, tma: bool | None = None) -> Iterator[None]:
+    """Use these tiles, and descriptors or pointers, inside the block: for tuning and tests."""
+    global _override
+    before = _override
+    _override = _Override(tiles or {}, tma)
+    try:
+        yield
+    finally:
+        _override = before

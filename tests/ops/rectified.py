@@ -1,0 +1,202 @@
+"""Cases of rectified attention and their float64 formula, for every fast implementation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Lengths are odd on purpose: no tile divides them."""
+
+    name: str
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    queries: int = 29
+    keys: int = 45
+    width: int = 16
+    value_width: int = 16
+    power: int = 1
+    length_exponent: float = 0.5
+    causal: bool = False
+    window: int | None = None
+    key_lengths: tuple[int, ...] | None = None
+    mask: tuple[int, ...] | None = None
+    gamma: bool = False
+    threshold: tuple[float, ...] | float = 0.0
+    statistics: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("full"),
+    Case("causal", causal=True),
+    Case("causal, more queries than keys", causal=True, queries=45, keys=29),
+    Case("window", window=9),
+    Case("causal window", causal=True, window=9, gamma=True),
+    Case("window wider than the keys", window=99),
+    Case("padding", batch=2, key_lengths=(45, 19), power=2),
+    Case("causal padding, nothing", batch=2, key_lengths=(0, 40), causal=True, statistics=True),
+    Case("mask", mask=(1, 2, 29, 45), statistics=True, gamma=True),
+    Case("broadcast mask", batch=2, mask=(2, 1, 1, 45), causal=True),
+    Case("groups", heads=4, kv_heads=2, gamma=True, threshold=(0.4, -0.3, 0.0, 0.2)),
+    Case("one key head", heads=4, kv_heads=1, causal=True, power=2, threshold=-0.2),
+    Case("thresholds", threshold=(0.5, -0.5), statistics=True, key_lengths=(19,)),
+    Case("power two", power=2, statistics=True, gamma=True, threshold=(0.5, -0.5), causal=True),
+    Case("widths", width=32, value_width=16, length_exponent=1.0, gamma=True, statistics=True),
+    Case("one query", queries=1, keys=70, causal=True, gamma=True, threshold=(0.1, -0.1)),
+    Case("no length", length_exponent=0.0, threshold=0.3),
+]
+
+
+@dataclass
+class Arguments:
+    """Leaves that require a gradient, and the keyword arguments that make up the call."""
+
+    leaves: dict[str, Tensor]
+    options: dict[str, Any]
+    cotangents: list[Tensor]
+
+
+def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = True) -> Arguments:
+    """Random inputs; q, k, v are views of [B, T, H, D] unless `transposed` is off."""
+
+    def heads(count: int, length: int, width: int) -> Tensor:
+        shape = (case.batch, length, count, width) if transposed else None
+        if shape is None:
+            return torch.randn(case.batch, count, length, width).to(device, dtype)
+        return torch.randn(shape).to(device, dtype).transpose(1, 2)
+
+    leaves = {
+        "q": heads(case.heads, case.queries, case.width),
+        "k": heads(case.kv_heads, case.keys, case.width),
+        "v": heads(case.kv_heads, case.keys, case.value_width),
+    }
+    small = dtype if dtype == torch.float64 else torch.float32
+    if case.gamma:
+        leaves["gamma"] = (0.7 + torch.rand(case.heads)).to(device, small)
+    if isinstance(case.threshold, tuple):
+        leaves["threshold"] = torch.tensor(case.threshold, device=device, dtype=small)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    mask = None
+    if case.mask is not None:
+        mask = (torch.rand(case.mask) > 0.4).to(device)
+        if case.mask[2] > 3:
+            mask[:, :, 3] = False
+    lengths = None
+    if case.key_lengths is not None:
+        lengths = torch.tensor(case.key_lengths, device=device)
+    options = {
+        "scale": case.width**-0.5,
+        "gamma": leaves.get("gamma", 1.3),
+        "length_exponent": case.length_exponent,
+        "power": case.power,
+        "threshold": leaves.get("threshold", case.threshold),
+        "causal": case.causal,
+        "window": case.window,
+        "key_lengths": lengths,
+        "mask": mask,
+        "dropout_p": 0.0,
+        "statistics": case.statistics,
+    }
+    rows = (case.batch, case.heads, case.queries)
+    cotangents = [torch.randn(*rows, case.value_width).to(device, dtype)]
+    if case.statistics:
+        cotangents += [torch.randn(rows).to(device, small) for _ in range(2)]
+    return Arguments(leaves, options, cotangents)
+
+
+def visible(options: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """The boolean [B, H, Tq, Tk] that the call's mask, lengths, causality and window make."""
+    _, _, queries, keys = shape
+    device = None if options["mask"] is None else options["mask"].device
+    position = torch.arange(queries, device=device)[:, None] + keys - queries
+    col = torch.arange(keys, device=device)
+    seen = torch.ones(shape, dtype=torch.bool, device=device)
+    if options["mask"] is not None:
+        seen = seen & options["mask"]
+    if options["key_lengths"] is not None:
+        seen = seen & (col < options["key_lengths"].to(device)[:, None, None, None])
+    if options["causal"]:
+        seen = seen & (col <= position)
+    if options["window"] is not None:
+        seen = seen & ((position - col).abs() < options["window"])
+    return seen
+
+
+def weights(leaves: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """w [B, H, Tq, Tk], by the formula and nothing else."""
+    q, k = leaves["q"], leaves["k"]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    score = options["scale"] * q @ k.transpose(-2, -1)
+    seen = visible(options, tuple(score.shape)).to(q.device)
+    gamma, threshold = (
+        value[:, None, None] if isinstance(value, Tensor) else value
+        for value in (options["gamma"], options["threshold"])
+    )
+    n = seen.sum(-1, keepdim=True).clamp(min=1)
+    norm = gamma * (n / 2) ** options["length_exponent"]
+    return torch.where(seen, torch.relu(score - threshold) ** options["power"] / norm, 0.0)
+
+
+def formula(
+    leaves: dict[str, Tensor], options: dict[str, Any], kept: Tensor | float = 1.0
+) -> list[Tensor]:
+    """[output] or [output, row sums, sums of w log w]; `kept` multiplies what reads v."""
+    w = weights(leaves, options)
+    v = leaves["v"].repeat_interleave(leaves["q"].shape[1] // leaves["v"].shape[1], 1)
+    out = (w * kept) @ v
+    if not options["statistics"]:
+        return [out]
+    log = torch.where(w > 0, torch.where(w > 0, w, 1.0).log(), 0.0)
+    return [out, w.sum(-1), (w * log).sum(-1)]
+
+
+def expected(
+    given: Arguments, kept: Tensor | float = 1.0
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs and gradients of the formula in float64."""
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in given.leaves.items()}
+    options = {**given.options, **{name: leaf for name, leaf in leaves.items() if len(name) > 1}}
+    outputs = formula(leaves, options, kept)
+    grads = torch.autograd.grad(
+        outputs, list(leaves.values()), [each.double() for each in given.cotangents]
+    )
+    return outputs, dict(zip(leaves, grads, strict=True))
+
+
+def found(
+    function: Callable[..., Any], given: Arguments, **more: Any
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs and gradients of an implementation."""
+    q, k, v = (given.leaves[name] for name in "qkv")
+    outputs = [each for each in function(q, k, v, **given.options, **more) if each is not None]
+    grads = torch.autograd.grad(outputs, list(given.leaves.values()), given.cotangents)
+    return outputs, dict(zip(given.leaves, grads, strict=True))
+
+
+def error(actual: Tensor, wanted: Tensor) -> float:
+    """Relative error in the Frobenius norm; absolute where nothing is wanted."""
+    assert actual.shape == wanted.shape
+    actual, wanted = actual.detach().double(), wanted.detach().double()
+    return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-6))
+
+
+def check(
+    function: Callable[..., Any], given: Arguments, forward: float, backward: float, **more: Any
+) -> None:
+    """An implementation agrees with the formula, outputs and all gradients."""
+    outputs, grads = found(function, given, **more)
+    wanted_outputs, wanted_grads = expected(given)
+    for at, (actual, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
+        assert error(actual, wanted) <= forward, f"output {at}: {error(actual, wanted):.2e}"
+    for name, wanted in wanted_grads.items():
+        assert grads[name].dtype == given.leaves[name].dtype
+        assert error(grads[name], wanted) <= backward, f"d{name}: {error(grads[name], wanted):.2e}"

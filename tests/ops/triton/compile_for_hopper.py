@@ -1,0 +1,77 @@
+"""Compile the kernels for an H200 on any machine and print, as JSON, what the code consists of."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from reluformer.ops.triton import launch, tiles
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+PATTERNS = {
+    "spills": r"\bSTL",
+    "packed rectifiers": r"F2FP\.RELU",
+    "products": "HGMMA",
+    "tensor memory loads": "UTMALDG",
+}
+
+
+class Hopper:
+    """As much of a driver as compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    found: dict[str, dict[str, int]] = {}
+    label = ""
+
+    def compile_only(kernel: Any, programs: int, args: list[Any], **options: Any) -> None:
+        if "PTX" in options:
+            options["PTX"] = True
+        compiled = kernel.warmup(*args, grid=(programs,), **options)
+        if "PTX" not in options:
+            return
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [str(TOOLS / "nvdisasm"), "-c", file.name]
+            code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        counts = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
+        found[f"{kernel.__name__} {label}"] = {**counts, "shared": compiled.metadata.shared}
+
+    driver.set_active(Hopper())
+    launch.run = compile_only
+    for width, causal in ((64, False), (64, True), (128, False)):
+        label = f"width {width}, causal {causal}"
+        q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
+        problem = launch.Problem(
+            q, q, q, None, None, None, None, None, None, None,
+            width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, 4096, 4096,
+        )  # fmt: skip
+        grads = launch.Gradients(None, torch.empty(0), torch.empty_like(q), None, None)
+        with tiles.override(tma=True):
+            launch.forward(problem, False)
+            launch.backward(problem, grads, False, True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The fused kernels against the formula: on the interpreter, and on the device under `-m gpu`."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from reluformer.errors import UserError
+from reluformer.ops.triton import op, tiles
+from reluformer.ops.triton.tiles import Tile
+from tests.ops.rectified import CASES, Arguments, Case, arguments, check, expected, found, weights
+
+KERNELS: tuple[tiles.Kernel, ...] = ("forward", "keys", "queries", "fused")
+SMALL = {"forward": Tile(16, 32, 4, 1), "keys": Tile(16, 32, 4, 1), "queries": Tile(32, 16, 4, 1)}
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@on_cpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_formula(case: Case) -> None:
+    # Descriptors and pointers, both memory orders, over the cases.
+    with tiles.override(dict(SMALL), tma=len(case.name) % 2 == 0):
+        given = arguments(case, torch.float32, "cpu", transposed=len(case.name) % 3 > 0)
+        check(op.rectified_attention, given, 2e-6, 5e-6)
+
+
+@on_cpu
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("one loop", causal=True, key_lengths=(20,), statistics=True),
+        Case("prescaled", causal=True, statistics=True, threshold=(0.2, -0.2)),
+    ],
+    ids=str,
+)
+def test_variants_of_a_tile(case: Case, tma: bool) -> None:
+    tile = Tile(16, 16, 4, 1, one_loop=case.name == "one loop", prescale=True)
+    with tiles.override(dict.fromkeys(KERNELS, tile), tma=tma):
+        check(op.rectified_attention, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "case",
+    [Case("fused"), Case("fused, edges", causal=True, key_lengths=(20,), heads=4, power=2)],
+    ids=str,
+)
+def test_adding_into_dq(case: Case) -> None:
+    with tiles.override({"fused": Tile(16, 16, 4, 1, prescale=True), **SMALL}):
+        given = arguments(case, torch.float32, "cpu")
+        check(op.rectified_attention, given, 2e-6, 5e-6, deterministic=False)
+
+
+@on_cpu
+def test_float16_scales_before_it_packs() -> None:
+    case = Case("large", queries=16, keys=16, threshold=1.0)
+    given = arguments(case, torch.float16, "cpu")
+    with torch.no_grad():
+        given.leaves["q"].mul_(100)
+        given.leaves["k"].mul_(100)
+    given.options["scale"] = 1e-4
+    given.options["threshold"] = 0.05
+    with tiles.override(dict(SMALL)):
+        check(op.rectified_attention, given, 2e-3, 4e-3)
+
+
+def _dropout_case() -> tuple[Arguments, Tensor]:
+    case = Case("dropout", batch=1, heads=2, queries=21, keys=32, value_width=32, statistics=True)
+    given = arguments(case, torch.float32, DEVICE)
+    given.options["dropout_p"] = 0.4
+    identity = torch.eye(32, device=DEVICE).expand(1, 2, 32, 32)
+    q, k = given.leaves["q"], given.leaves["k"]
+    torch.manual_seed(1)
+    # With v the identity the output shows the weights that were kept.
+    shown, _, _ = op.rectified_attention(q, k, identity, **given.options)
+    w = weights(given.leaves, given.options)
+    kept = torch.where(w > 1e-6, shown / w.clamp(min=1e-6), 0.0).detach()
+    return given, kept
+
+
+def _check_dropout() -> None:
+    given, kept = _dropout_case()
+    assert 0.1 < float((kept > 0).float().mean()) < 0.5
+    assert torch.allclose(kept[kept > 0], torch.tensor(1 / 0.6, device=DEVICE), rtol=1e-2)
+    torch.manual_seed(1)
+    outputs, grads = found(op.rectified_attention, given)
+    wanted, wanted_grads = expected(given, (kept > 0).double() / 0.6)
+    torch.testing.assert_close([x.double() for x in outputs], wanted, rtol=1e-3, atol=1e-4)
+    for name, grad in wanted_grads.items():
+        torch.testing.assert_close(grads[name].double(), grad, rtol=1e-3, atol=1e-4)
+
+
+@on_cpu
+def test_dropout_is_the_same_forward_and_backward() -> None:
+    with tiles.override(dict(SMALL)):
+        _check_dropout()
+
+
+def _varlen(dtype: torch.dtype) -> dict[str, Any]:
+    """Packed sequences, two of them empty, against one dense call per sequence."""
+    q_ends, k_ends = [0, 5, 5, 10, 29], [0, 9, 12, 12, 45]
+    case = Case("packed", batch=1, heads=4, gamma=True, threshold=(0.3, -0.3, 0.0, 0.1))
+    given = arguments(replace(case, causal=True, statistics=True), dtype, DEVICE)
+    packed = {name: leaf.detach()[0].transpose(0, 1) for name, leaf in given.leaves.items()
+              if len(name) == 1}  # fmt: skip
+    # Two rows past the last sequence hold NaN: they must neither be read nor get a gradient.
+    tail = torch.full((2, 4, 16), float("nan"), device=DEVICE, dtype=dtype)
+    for name in packed:
+        packed[name] = torch.cat([packed[name], tail[:, : packed[name].shape[1]]]).requires_grad_()
+    options = {name: value for name, value in given.options.items()
+               if name not in ("key_lengths", "mask")}  # fmt: skip
+    cu = [torch.tensor(ends, device=DEVICE, dtype=torch.int32) for ends in (q_ends, k_ends)]
+    result = op.rectified_attention_varlen(
+        packed["q"], packed["k"], packed["v"], *cu, 19, 33, **options
+    )
+    leaves = [*packed.values(), given.leaves["gamma"], given.leaves["threshold"]]
+    cotangents = [torch.randn_like(x) for x in result]
+    grads = torch.autograd.grad(result, leaves, cotangents)
+
+    wanted = [torch.zeros_like(x, dtype=torch.float64) for x in result]
+    wanted_grads = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
+    for at in range(4):
+        rows, cols = slice(*q_ends[at : at + 2]), slice(*k_ends[at : at + 2])
+        if rows.start == rows.stop or cols.start == cols.stop:
+            continue
+        one = Arguments(
+            {
+                "q": packed["q"][rows].transpose(0, 1)[None],
+                "k": packed["k"][cols].transpose(0, 1)[None],
+                "v": packed["v"][cols].transpose(0, 1)[None],
+                **{name: given.leaves[name] for name in ("gamma", "threshold")},
+            },
+            given.options,
+            [cotangents[0][rows].transpose(0, 1)[None]]
+            + [each[rows].transpose(0, 1)[None] for each in cotangents[1:]],
+        )
+        outputs, one_grads = expected(one)
+        for whole, part in zip(wanted, outputs, strict=True):
+            whole[rows] = part[0].transpose(0, 1).detach()
+        for whole, (name, part) in zip(wanted_grads, one_grads.items(), strict=True):
+            if len(name) == 1:
+                whole[rows if name == "q" else cols] = part[0].transpose(0, 1)
+            else:
+                whole += part
+    return {"found": [*result, *grads], "wanted": [*wanted, *wanted_grads]}
+
+
+@on_cpu
+@pytest.mark.parametrize("tma", [False, True])
+def test_packed_sequences(tma: bool) -> None:
+    with tiles.override(dict(SMALL), tma=tma):
+        results = _varlen(torch.float32)
+    for actual, wanted in zip(results["found"], results["wanted"], strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@on_cpu
+def test_padding_may_hold_anything() -> None:
+    case = Case(
+        "poisoned padding", batch=2, key_lengths=(20, 0), threshold=(-0.3, 0.3), statistics=True
+    )
+    for tma in (False, True):
+        given = arguments(case, torch.float32, "cpu")
+        clean, clean_grads = expected(given)
+        with torch.no_grad():
+            for name in "kv":
+                given.leaves[name][0, :, 20:] = float("nan")
+                given.leaves[name][1] = float("inf")
+        with tiles.override(dict(SMALL), tma=tma):
+            outputs, grads = found(op.rectified_attention, given)
+        torch.testing.assert_close(outputs[0].double(), clean[0], rtol=1e-4, atol=1e-5)
+        for name, wanted in clean_grads.items():
+            torch.testing.assert_close(grads[name].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@on_cpu
+def test_no_queries_or_no_keys() -> None:
+    for queries, keys in ((0, 5), (5, 0)):
+        given = arguments(
+            Case("", queries=queries, keys=keys, statistics=True), torch.float32, "cpu"
+        )
+        outputs, grads = found(op.rectified_attention, given)
+        assert all(not each.any() for each in (*outputs, *grads.values()))
+
+
+@on_cpu
+def test_two_runs_agree_bit_by_bit_and_keep_the_layout() -> None:
+    given = arguments(CASES[1], torch.float32, "cpu")
+    with tiles.override(dict(SMALL)):
+        first, second = (found(op.rectified_attention, given) for _ in range(2))
+    assert torch.equal(first[0][0], second[0][0])
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    # Heads can be joined without a copy.
+    assert first[0][0].transpose(1, 2).is_contiguous()
+    assert first[1]["q"].transpose(1, 2).is_contiguous()
+
+
+def test_operator_is_well_formed() -> None:
+    given = arguments(CASES[8], torch.float32, DEVICE)
+    q, k, v = (given.leaves[name] for name in "qkv")
+    gamma = given.leaves["gamma"]
+    with tiles.override(dict(SMALL) if DEVICE == "cpu" else {}):
+        torch.library.opcheck(
+            op._attention,
+            (q, k, v, gamma, None, None, given.options["mask"], None, None, None)
+            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, True, True),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"power": 3}, "power"),
+        ({"scale": -1.0}, "scale"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_refuses_in_one_sentence(change: dict[str, Any], message: str) -> None:
+    given = arguments(CASES[0], torch.float32, DEVICE)
+    q, k, v = (given.leaves[name] for name in "qkv")
+    with pytest.raises(UserError, match=message):
+        op.rectified_attention(q, k, v, **{**given.options, **change})
+
+
+def test_supports_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 2, 3, 24)
+    assert "head widths" in (op.supports(x, x, x, scale=1.0, power=1) or "head widths")
+    monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
+    assert "CUDA" in (op.supports(x, x, x, scale=1.0, power=1) or "")
