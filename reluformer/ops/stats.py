@@ -59,7 +59,10 @@ def sum_of_w_log_w(weights: Tensor) -> Tensor:
 
 
 def entropy_from_sums(row_sum: Tensor, log_sum: Tensor) -> Tensor:
-    """Entropy of w / sum(w) from sum(w) and sum(w ln w): ln S - (sum w ln w) / S; 0 where S = 0."""
-    live = row_sum > 0
+    """Entropy of w / sum(w) from sum(w) and sum(w ln w): ln S - (sum w ln w) / S; 0 where S = 0.
+
+    A row of underflowing weights counts as one without weight: its slope 1/S would overflow.
+    """
+    live = row_sum > 1e6 * torch.finfo(row_sum.dtype).tiny
     total = torch.where(live, row_sum, 1.0)
     return torch.where(live, total.log() - log_sum / total, 0.0)
