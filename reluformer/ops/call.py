@@ -81,9 +81,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_call(call: Call) -> None:
     """Refuse numbers, masks and biases that do not fit the tensors, without reading them."""
     if not _is_number(call.scale) or not math.isfinite(call.scale):
-        raise UserError(f"scale must be a finite number, got {call.scale}")
+        raise UserError(f"scale must be a finite number, got {call.scale!r}")
     if not _is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
-        raise UserError(f"dropout_p must be a number in [0, 1), got {call.dropout_p}")
+        raise UserError(f"dropout_p must be a number in [0, 1), got {call.dropout_p!r}")
     _check_visibility(call)
 
 
@@ -107,7 +107,7 @@ def _check_visibility(call: Call) -> None:
             f"key_lengths must be an integer tensor of shape [{call.q.shape[0]}], got {got}"
         )
     if rules.window is not None and (not isinstance(rules.window, int) or rules.window < 1):
-        raise UserError(f"window must be a whole number of at least 1, got {rules.window}")
+        raise UserError(f"window must be a whole number of at least 1, got {rules.window!r}")
 
 
 def check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str, str]) -> None:
