@@ -98,7 +98,8 @@ def gradients(output: Tensor, inputs: list[Tensor], seed: int = 2) -> list[Tenso
     """Gradients of a random weighted sum of `output`, zeros for an input that it never met."""
     source = torch.Generator().manual_seed(seed)
     probe = torch.randn(output.shape, generator=source, dtype=torch.float64).to(output.dtype)
-    found = torch.autograd.grad((output * probe).sum(), inputs, allow_unused=True)
+    total = (output * probe).sum()
+    found = torch.autograd.grad(total, inputs, allow_unused=True, retain_graph=True)
     pairs = zip(found, inputs, strict=True)
     return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs]
 

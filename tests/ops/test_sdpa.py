@@ -1,0 +1,105 @@
+"""Softmax: our reference against torch's kernels, and torch's kernels behind our arguments."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from reluformer import ATTENTIONS, attention
+from reluformer.errors import UserError
+from reluformer.ops.call import AttentionResult
+from tests.ops.inputs import assert_same, gradients, make
+
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 3},
+    "two-sided window": {"window": 2},
+    "lengths": {"key_lengths": torch.tensor([4, 0])},
+    "causal lengths": {"causal": True, "key_lengths": torch.tensor([6, 2])},
+    "mask": {"mask": torch.arange(7) % 3 > 0},
+    "scale": {"scale": 0.7},
+    "bias": {"bias": torch.linspace(-2, 2, 7)},
+    "bias and mask": {"bias": torch.linspace(-2, 2, 7), "mask": torch.arange(7) < 3},
+    "bias and causal": {"bias": torch.ones(4, 1, 1), "causal": True},
+    "nothing": {"mask": torch.tensor(False)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [7, 3], ids=["square", "last rows"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_sdpa_agrees_with_the_reference(kv_heads: int, rows: int, dtype: torch.dtype) -> None:
+    q, k, v = make(kv_heads=kv_heads, rows=rows, keys=7, dtype=dtype, requires_grad=True)
+    tolerance = 2e-5 if dtype is torch.float32 else 1e-9
+    for label, rules in RULES.items():
+        found = [attention("softmax", q, k, v, impl=i, **rules) for i in ("sdpa", "reference")]
+        pairs = [found, *zip(*(gradients(output, [q, k, v]) for output in found), strict=True)]
+        for one, other in pairs:
+            assert torch.allclose(one, other, rtol=0, atol=tolerance), label
+
+
+def test_the_reference_is_torchs_softmax() -> None:
+    q, k, v = make(kv_heads=4, rows=6, keys=6, requires_grad=True)
+    mask = torch.rand(2, 1, 6, 6) > 0.3
+    mask[..., 0] = True
+    ours = attention("softmax", q, k, v, mask=mask, impl="reference")
+    torchs = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-6)
+    for one, other in zip(gradients(ours, [q, k, v]), gradients(torchs, [q, k, v]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_bias_gets_a_gradient() -> None:
+    q, k, v = make()
+    bias = torch.randn(4, 3, 5, dtype=q.dtype, requires_grad=True)
+    mask = torch.rand(3, 5) > 0.3
+    found = [
+        gradients(attention("softmax", q, k, v, bias=bias, mask=mask, impl=impl), [bias])[0]
+        for impl in ("sdpa", "reference")
+    ]
+    torch.testing.assert_close(*found)
+    assert not found[0][:, ~mask].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_answers_in_kind(dtype: torch.dtype) -> None:
+    q, k, v = make(dtype=dtype)
+    bias = torch.linspace(-1, 1, 5)
+    for rules in ({}, {"causal": True}, {"bias": bias}):
+        found = attention("softmax", q, k, v, impl="sdpa", **rules)
+        exact = attention("softmax", q.double(), k.double(), v.double(), impl="reference", **rules)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_autocast_answers_in_the_dtype_of_the_query() -> None:
+    q, k, v = make(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention("softmax", q, k, v, impl="sdpa").dtype is torch.float32
+
+
+def test_softmax_takes_torchs_kernels_by_itself_unless_extras_are_asked_for() -> None:
+    q, k, v = make(dtype=torch.float32)
+    sdpa, plain = (attention("softmax", q, k, v, impl=impl) for impl in ("sdpa", "auto"))
+    assert_same(plain, sdpa)
+    extras = attention("softmax", q, k, v, return_weights=True)
+    assert isinstance(extras, AttentionResult) and extras.stats is None
+    torch.testing.assert_close(extras.output, sdpa)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("relu", {}, "torch's fused kernels compute softmax only"),
+        ("gated", {}, "torch's fused kernels compute softmax only"),
+        ("softmax", {"return_weights": True}, "return neither weights nor statistics"),
+        ("softmax", {"return_stats": True}, "return neither weights nor statistics"),
+    ],
+)
+def test_an_explicit_request_that_cannot_run_is_refused(
+    name: str, arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"impl='sdpa' cannot run this {name} .*{reason}"):
+        ATTENTIONS[name](*make(), impl="sdpa", **arguments)
