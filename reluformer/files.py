@@ -1,7 +1,9 @@
-"""Atomic writes: a file is either whole or not there."""
+"""Atomic writes: a file or folder is either whole or not there."""
 
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,36 @@ def atomic_path(path: Path) -> Iterator[Path]:
     _sync_folder(path.parent)
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; move it onto `path` when the block succeeds.
+
+    What was at `path` before is replaced. A killed process leaves only a `.partial` folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    replaced = path.with_name(f"{path.name}.{os.getpid()}.old{PARTIAL}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _sync_folder(partial)
+        if path.exists():
+            # A folder cannot replace a full one: move it aside first.
+            os.replace(path, replaced)
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     with atomic_path(path) as partial:
@@ -39,11 +71,18 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def remove_partials(folder: Path) -> list[Path]:
-    """Delete the leftovers of killed writers directly inside `folder`; return what was deleted."""
-    leftovers = sorted(folder.glob(f"*{PARTIAL}"))
+def remove_partials(folder: Path, prefix: str = "") -> list[Path]:
+    """Delete the leftovers of killed writers directly inside `folder`; return what was deleted.
+
+    With `prefix`, only those whose names start with it.
+    """
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    leftovers = [p for p in inside if p.name.startswith(prefix) and p.name.endswith(PARTIAL)]
     for leftover in leftovers:
-        leftover.unlink(missing_ok=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
     return leftovers
 
 
