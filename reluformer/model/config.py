@@ -1,10 +1,12 @@
 """Settings of the models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from reluformer.errors import UserError
-from reluformer.ops.table import lookup
+from reluformer.model.memories.table import MEMORIES
+from reluformer.ops.table import ATTENTIONS
 
 Site = Literal["encoder", "decoder", "cross"]
 
@@ -33,7 +35,8 @@ class AttentionConfig:
     impl: str = "auto"
 
     def __post_init__(self) -> None:
-        row = lookup(self.kind)
+        _check_name("kind", self.kind, ATTENTIONS)
+        row = ATTENTIONS[self.kind]
         for name in self.options:
             if name not in row.options:
                 allowed = ", ".join(sorted(row.options)) or "none"
@@ -84,6 +87,7 @@ class ModelConfig:
             raise UserError(f"heads must divide width {self.width}, got {self.heads}")
         if self.heads % self.key_value_heads:
             raise UserError(f"kv_heads must divide heads {self.heads}, got {self.kv_heads}")
+        _check_name("memory", self.memory, MEMORIES)
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(f"rotary positions need an even head width, got {self.head_width}")
         _check_share("dropout", self.dropout)
@@ -102,6 +106,11 @@ class ModelConfig:
         """The attention of a site: its own, or the common one."""
         own: AttentionConfig | None = getattr(self, f"{site}_attention")
         return self.attention if own is None else own
+
+
+def _check_name(field: str, name: str, table: Mapping[str, object]) -> None:
+    if name not in table:
+        raise UserError(f"{field} must be one of {', '.join(sorted(table))}, got {name!r}")
 
 
 def _check_share(name: str, value: float) -> None:

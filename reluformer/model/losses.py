@@ -42,7 +42,9 @@ def translation_loss(
 
     Divide both by the number of real tokens; sums add over accumulated batches and processes.
     """
-    flat, wanted = logits.flatten(0, 1).float(), target.flatten()
+    # Half precision would lose the tail of the vocabulary's sum.
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    flat, wanted = precise.flatten(0, 1), target.flatten()
     nll = functional.cross_entropy(flat, wanted, ignore_index=pad_id, reduction="sum")
     if smoothing == 0:
         return nll, nll.detach()

@@ -1,0 +1,133 @@
+"""The attention layer: what it learns, records, samples and calibrates."""
+
+import pytest
+import torch
+
+from reluformer import ATTENTIONS
+from reluformer.model import AttentionConfig, ReLUFormer, ReLUFormerLM
+from reluformer.model.attention import MultiHeadAttention
+from reluformer.model.losses import attention_losses
+from reluformer.model.scale import Gamma
+from tests.model.factory import batch, small, tokens
+
+
+def row_sum(reading) -> float:  # type: ignore[no-untyped-def]
+    valid = (reading.valid & (reading.stats.visible > 0)).expand_as(reading.stats.row_sum)
+    return float(reading.stats.row_sum[valid].detach().mean())
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_everything_learned_gets_a_gradient(kind: str) -> None:
+    learns = {"attention_gamma": "head", "attention_threshold": "head"} if kind == "relu" else {}
+    model = ReLUFormer(small(kind, **learns)).double()
+    # Away from the neutral start, so that no gradient is zero by symmetry.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model(**batch()).logits.square().sum().backward()
+    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@pytest.mark.parametrize("granularity", ["fixed", "layer", "head"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+def test_calibration_sets_the_mean_row_sum(granularity: str, positions: str) -> None:
+    config = small(attention_gamma=granularity, attention_row_sum_init=0.6, positions=positions)
+    model, inputs = ReLUFormer(config).double(), batch()
+    assert abs(row_sum(model(**inputs, record="stats").readings[0]) - 0.6) > 0.05
+    model.calibrate([inputs])
+    for reading in model(**inputs, record="stats").readings:
+        assert row_sum(reading) == pytest.approx(0.6, rel=1e-6)
+
+
+def test_calibration_per_model_balances_the_sites() -> None:
+    model, inputs = ReLUFormer(small(attention_gamma="model")).double(), batch()
+    assert len({id(m) for m in model.modules() if isinstance(m, Gamma)}) == 1
+    model.calibrate([inputs])
+    sums = torch.tensor([row_sum(r) for r in model(**inputs, record="stats").readings])
+    assert sums.min() < 0.6 < sums.max()
+
+
+def test_calibration_over_batches_lies_between_them() -> None:
+    model = ReLUFormerLM(small(attention_gamma="layer"))
+    short, long = {"tokens": tokens(4, 5)}, {"tokens": tokens(4, 60)}
+    gammas = []
+    for batches in ([short], [long], [short, long]):
+        model.calibrate(batches)
+        gammas.append(float(model.decoder[0].self_attention.attention.gamma()))
+    assert gammas[0] < gammas[2] < gammas[1]
+    assert gammas[2] == pytest.approx((gammas[0] * gammas[1]) ** 0.5, rel=1e-5)
+
+
+def test_calibration_leaves_other_kinds_and_modes_alone() -> None:
+    for config in (small("softmax"), small(attention_row_sum_init=None)):
+        model = ReLUFormer(config).train()
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        model.calibrate([batch()])
+        assert model.training
+        assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_threshold_opens_keys() -> None:
+    closed = ReLUFormer(small(attention_threshold_init=0.0)).eval()
+    opened = ReLUFormer(small(attention_threshold_init=-5.0)).eval()
+    opened.load_state_dict(closed.state_dict() | {
+        name: t for name, t in opened.state_dict().items() if "threshold" in name
+    })  # fmt: skip
+    inputs = batch()
+    zeros = [m(**inputs, record="stats").readings[0].stats.zeros.mean() for m in (closed, opened)]
+    assert zeros[0] > 0.2 and zeros[1] == 0
+
+
+def test_maps_are_the_weights_of_every_attention() -> None:
+    model, inputs = ReLUFormer(small()).eval(), batch()
+    output = model(**inputs, record="weights")
+    assert [(r.site, r.layer) for r in output.readings] == [
+        ("encoder", 0),
+        ("encoder", 1),
+        ("decoder", 0),
+        ("cross", 0),
+        ("decoder", 1),
+        ("cross", 1),
+    ]
+    for reading in output.readings:
+        assert reading.weights is not None
+        torch.testing.assert_close(reading.weights.sum(-1), reading.stats.row_sum)
+    torch.testing.assert_close(output.logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("kind", ["relu", "differential", "rela", "gated"])
+def test_sampled_statistics_are_rows_of_the_full_ones(kind: str) -> None:
+    model = ReLUFormer(small(kind)).double().eval()
+    inputs = batch()
+    full = model(**inputs, record="stats").readings
+    sampled = model(**inputs, record="stats", sample_rows=3).readings
+    for whole, some in zip(full, sampled, strict=True):
+        assert some.stats.row_sum.shape[-1] == 3
+        for field in ("row_sum", "entropy", "zeros", "visible"):
+            columns = getattr(whole.stats, field).unsqueeze(-1)
+            picked = getattr(some.stats, field).unsqueeze(-2)
+            assert (columns - picked).abs().amax(dim=(0, 1)).amin(dim=0).max() < 1e-9
+
+
+def test_sampled_losses_are_unbiased() -> None:
+    model = ReLUFormerLM(small()).eval()
+    inputs = tokens(4, 12)
+    full = attention_losses(model(inputs, record="stats").readings)
+    draws = [
+        attention_losses(model(inputs, record="stats", sample_rows=4).readings) for _ in range(300)
+    ]
+    for field in ("normalisation", "entropy"):
+        values = torch.stack([getattr(draw, field) for draw in draws])
+        error = values.std() / len(draws) ** 0.5
+        # Rows without any weight leave the means, which bends the ratio a little.
+        assert abs(values.mean() - getattr(full, field)) < 4 * error + 0.02 * getattr(full, field)
+
+
+def test_dropout_acts_on_the_weights_in_training_only() -> None:
+    config = small()
+    attention = MultiHeadAttention(config, AttentionConfig(dropout=0.5))
+    x = torch.randn(2, 6, 16)
+    assert not torch.equal(attention(x).output, attention(x).output)
+    attention.eval()
+    assert torch.equal(attention(x).output, attention(x).output)

@@ -1,0 +1,48 @@
+"""Model settings refuse what cannot work."""
+
+from typing import Any
+
+import pytest
+
+from reluformer.config import build, to_dict
+from reluformer.errors import UserError
+from reluformer.model import AttentionConfig, ModelConfig
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
+    ({"heads": 3}, "heads must divide width 512, got 3"),
+    ({"kv_heads": 3}, "kv_heads must divide heads 8, got 3"),
+    ({"width": 24, "heads": 8, "positions": "rotary"}, "even head width, got 3"),
+    ({"norm": "mid"}, "norm must be one of pre, post, got 'mid'"),
+    ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ({"encoder_layers": -1}, "encoder_layers must be at least 0"),
+    ({"memory": "rellu"}, "memory must be one of gelu, .*, got 'rellu'"),
+    ({"attention": {"kind": "rellu"}}, "attention.kind must be one of assa, .*, got 'rellu'"),
+    ({"attention": {"gamma_init": 0}}, "gamma_init must be greater than 0"),
+    ({"attention": {"row_sum_init": -1}}, "row_sum_init must be greater than 0"),
+    ({"attention": {"gamma": "row"}}, "attention.gamma must be one of fixed, model, layer, head"),
+    ({"attention": {"options": {"sink": 1}}}, "options.sink is not an option of relu"),
+    ({"cross_attention": {"dropout": "much"}}, "cross_attention.dropout must be a number"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD)
+def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(ModelConfig, {"vocabulary": 10, **values})
+
+
+def test_settings_survive_the_round_trip() -> None:
+    config = ModelConfig(
+        vocabulary=10,
+        cross_attention=AttentionConfig("entmax", options={"alpha": 1.3}),
+        memory="top_k",
+        memory_options={"k": 4},
+    )
+    assert build(ModelConfig, to_dict(config)) == config
+
+
+def test_a_site_falls_back_on_the_common_attention() -> None:
+    config = ModelConfig(vocabulary=10, cross_attention=AttentionConfig("softmax"))
+    assert config.attention_at("cross").kind == "softmax"
+    assert config.attention_at("encoder").kind == "relu"

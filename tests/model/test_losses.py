@@ -1,0 +1,103 @@
+"""The losses against their formulas."""
+
+import math
+
+import pytest
+import torch
+
+from reluformer import attention
+from reluformer.model.losses import (
+    attention_losses,
+    attention_sums,
+    mean_losses,
+    translation_loss,
+)
+from reluformer.model.readings import Reading
+
+
+def reading(scale: float = 1.0, lengths: tuple[int, ...] = (5, 3)) -> Reading:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 3, 5, 4).double()
+    result = attention("relu", q * scale, k, k, causal=True, return_stats=True)
+    assert result.stats is not None
+    valid = torch.arange(5) < torch.tensor(lengths).view(-1, 1, 1)
+    return Reading("decoder", 0, result.stats, valid, None)
+
+
+def test_translation_loss_skips_padding_and_smooths() -> None:
+    logits, target = torch.randn(2, 3, 7).double(), torch.tensor([[3, 4, 0], [5, 0, 0]])
+    log_p = logits.log_softmax(-1)
+    nll = -(log_p[0, 0, 3] + log_p[0, 1, 4] + log_p[1, 0, 5])
+    uniform = -(log_p[0, 0] + log_p[0, 1] + log_p[1, 0]).mean()
+    smooth, plain = translation_loss(logits, target, pad_id=0, smoothing=0.1)
+    torch.testing.assert_close(plain, nll)
+    torch.testing.assert_close(smooth, 0.9 * nll + 0.1 * uniform)
+    torch.testing.assert_close(translation_loss(logits, target, pad_id=0)[0], nll)
+
+
+def test_regularisers_are_means_over_live_rows() -> None:
+    one = reading()
+    normalisation, entropy, live, dead = 0.0, 0.0, 0, 0
+    for b, length in enumerate((5, 3)):
+        for h in range(3):
+            for i in range(length):
+                total = float(one.stats.row_sum[b, h, i])
+                if total == 0:
+                    dead += 1
+                    continue
+                live += 1
+                normalisation += abs(math.log(total))
+                cap = 0.7 * math.log(i + 1)
+                entropy += max(float(one.stats.entropy[b, h, i]) - cap, 0)
+    losses = attention_losses([one, one])
+    assert dead > 0
+    assert float(losses.normalisation) == pytest.approx(2 * normalisation / live)
+    assert float(losses.entropy) == pytest.approx(2 * entropy / live)
+    assert float(losses.dead_rows) == pytest.approx(dead / (dead + live))
+
+
+def test_dead_rows_leave_no_nan() -> None:
+    """All scores negative: nothing is live, the losses are zero and so are the gradients."""
+    q = torch.ones(1, 1, 3, 2, requires_grad=True)
+    result = attention(
+        "relu", q, -torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), return_stats=True
+    )
+    assert result.stats is not None
+    losses = attention_losses([Reading("cross", 0, result.stats, torch.ones(1, 1, 3).bool(), None)])
+    assert losses.normalisation == 0 and losses.entropy == 0 and losses.dead_rows == 1
+    (losses.normalisation + losses.entropy).backward()
+    assert q.grad is not None and not q.grad.any()
+
+
+def test_losses_of_parts_add_up_to_the_whole() -> None:
+    """Split over processes and divided by the counts of all, the parts sum to the one loss."""
+    whole = reading()
+    halves = [
+        whole._replace(
+            stats=type(whole.stats)(*(field[b : b + 1] for field in whole.stats)),
+            valid=whole.valid[b : b + 1],
+        )
+        for b in range(2)
+    ]
+    sums = [attention_sums([half]) for half in halves]
+    together = type(sums[0])(*(a + b for a, b in zip(*sums, strict=True)))
+    parts = [mean_losses(part, together) for part in sums]
+    expected = attention_losses([whole])
+    for field in ("normalisation", "entropy", "dead_rows"):
+        total = sum(getattr(part, field) for part in parts)
+        torch.testing.assert_close(total, getattr(expected, field))
+
+
+def test_normalisation_pulls_row_sums_to_one() -> None:
+    q = torch.randn(2, 2, 6, 8, requires_grad=True)
+    k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    optimiser = torch.optim.Adam([q], lr=0.05)
+    for _ in range(200):
+        result = attention("relu", q, k, v, return_stats=True)
+        assert result.stats is not None
+        read = Reading("encoder", 0, result.stats, torch.ones(1, 1, 6).bool(), None)
+        optimiser.zero_grad()
+        attention_losses([read]).normalisation.backward()
+        optimiser.step()
+    live = result.stats.row_sum[result.stats.row_sum > 0]
+    assert (live - 1).abs().median() < 0.05
