@@ -6,26 +6,20 @@ from hypothesis import strategies as st
 
 from reluformer.data import phrases
 
-GERMAN = {
-    word: number
-    for number, word in enumerate(
-        "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn "
-        "fünfzehn sechzehn siebzehn achtzehn neunzehn".split(" ")
-    )
-} | {"ein": 1}
-GERMAN_TENS = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split(" ")
-ENGLISH = {
-    word: number
-    for number, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen".split(" ")
-    )
-} | {
-    word: 10 * tens
-    for tens, word in enumerate(
-        "twenty thirty forty fifty sixty seventy eighty ninety".split(" "), start=2
-    )
-}
+
+def numbered(words: str, start: int = 0, step: int = 1) -> dict[str, int]:
+    return {word: start + step * index for index, word in enumerate(words.split())}
+
+
+GERMAN = numbered(
+    "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn "
+    "fünfzehn sechzehn siebzehn achtzehn neunzehn"
+) | {"ein": 1}
+GERMAN_TENS = numbered("zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig", 20, 10)
+ENGLISH = numbered(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+) | numbered("twenty thirty forty fifty sixty seventy eighty ninety", 20, 10)
 
 
 def read_german(word: str) -> int:
@@ -36,7 +30,7 @@ def read_german(word: str) -> int:
     if word in GERMAN:
         return GERMAN[word]
     ones, _, tens = word.rpartition("und")
-    return 10 * (GERMAN_TENS.index(tens) + 2) + (GERMAN[ones] if ones else 0)
+    return GERMAN_TENS[tens] + (GERMAN[ones] if ones else 0)
 
 
 def read_english(words: str) -> int:

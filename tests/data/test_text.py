@@ -1,4 +1,4 @@
-"""Aligned text: whatever the bytes, either documents come out or one sentence says what is wrong."""
+"""Aligned text: whatever the bytes, documents come out or one sentence says what is wrong."""
 
 import gzip
 import io
@@ -20,9 +20,7 @@ SENTENCE = (
     .map(lambda line: line.strip("\r\ufeff"))
     .filter(lambda line: line.strip() not in ("", "<d>"))
 )
-FIXTURES = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60
-)
+FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def pair(folder: Path, source: bytes, target: bytes, **options: object) -> TextPair:

@@ -1,0 +1,263 @@
+"""Batches of a token budget, the same for every number of processes.
+
+Examples are grouped by length into a few buckets, so that rows of a batch need little padding and
+few shapes occur. Which examples form which batch, and the order of the batches, depend on the seed
+and the epoch alone. A batch is global: of R processes, process r takes its examples r, r + R,
+r + 2R and so on. A position in the data is (epoch, index of the next batch).
+"""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from math import ceil, log2
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reluformer.data.corpus import Corpus, Int64s, Side
+from reluformer.data.tokenizer import BOS, EOS, PAD
+from reluformer.errors import UserError
+
+# Rows per batch are a multiple of this where so many fit: it suits hardware and process counts.
+_ROWS_MULTIPLE = 8
+
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one process computes in one step, as int64 tensors padded with `pad`.
+
+    `source` [B, S] ends with eos, `target_in` [B, T] starts with bos, `target_out` [B, T] ends with
+    eos; `source_lengths` [B] and `target_lengths` [B] leave the padding out. `examples` [at most B]
+    are the examples in the rows. A row beyond them only fills the shape: its source is eos alone
+    and its target length 0. `target_tokens` counts the global batch, over all processes: dividing
+    by it makes losses independent of their number. `position` is where to go on after this batch.
+    """
+
+    source: Tensor
+    source_lengths: Tensor
+    target_in: Tensor
+    target_out: Tensor
+    target_lengths: Tensor
+    examples: Int64s
+    target_tokens: int
+    position: Position
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`; copies from pinned memory do not block."""
+        tensors = {n: t.to(device, non_blocking=True) for n, t in self._tensors().items()}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def pin(self) -> "Batch":
+        """The same batch in page-locked memory."""
+        tensors = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The global batches of one epoch.
+
+    Batch i is `order[bounds[i, 0] : bounds[i, 1]]`, examples of the bucket `buckets[i]`.
+    """
+
+    order: Int64s
+    bounds: Int64s
+    buckets: Int64s
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self.bounds)
+
+    def __getitem__(self, index: int) -> Int64s:
+        """Examples of batch `index`; their order is part of the plan."""
+        first, end = self.bounds[index]
+        return self.order[first:end]
+
+
+class Batches:
+    """Batches over examples of a corpus; `plan` and everything after it are pure functions."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        spans: Int64s,
+        *,
+        batch_tokens: int,
+        seed: int,
+        fixed_shapes: bool = False,
+        buckets: Sequence[int] | None = None,
+    ) -> None:
+        """Group the examples `spans` [n, 2] into batches of at most `batch_tokens` ids a side.
+
+        Padding counts. `buckets` are the lengths to round up to (default: `ladder`). With
+        `fixed_shapes` all batches of a bucket have one shape, rows without an example filling the
+        last; otherwise batches are trimmed to their longest example.
+        """
+        if not len(spans):
+            raise UserError("there is no example to form batches of")
+        self.corpus, self.spans = corpus, spans
+        self.seed, self.fixed_shapes = seed, fixed_shapes
+        self.source_lengths = corpus.source.lengths(spans)
+        self.target_lengths = corpus.target.lengths(spans)
+        lengths = np.maximum(self.source_lengths, self.target_lengths)
+        longest = int(lengths.max())
+        self.buckets = np.array(sorted(buckets) if buckets else ladder(longest), dtype=np.int64)
+        if self.buckets[-1] < longest:
+            raise UserError(f"the longest bucket is {self.buckets[-1]}, an example has {longest}")
+        if self.buckets[-1] > batch_tokens:
+            raise UserError(
+                f"batch_tokens is {batch_tokens}, allowed is at least {self.buckets[-1]}, the "
+                "padded length of the longest example"
+            )
+        self._bucket = np.searchsorted(self.buckets, lengths)
+        fitting = batch_tokens // self.buckets
+        whole = fitting // _ROWS_MULTIPLE * _ROWS_MULTIPLE
+        # Rows of a full batch, by bucket.
+        self.rows = np.where(whole > 0, whole, fitting)
+
+    def plan(self, epoch: int) -> BatchPlan:
+        """The batches of one epoch: every example once, in an order drawn from seed and epoch."""
+        # Raw bits of a named generator: numpy promises this stream for all versions to come.
+        bits = np.random.PCG64(np.random.SeedSequence((self.seed, epoch)))
+        order = np.lexsort((bits.random_raw(len(self.spans)), self._bucket))
+        ends = np.cumsum(np.bincount(self._bucket, minlength=len(self.buckets)))
+        first = [
+            np.arange(start, end, rows)
+            for start, end, rows in zip([0, *ends[:-1]], ends, self.rows, strict=True)
+        ]
+        buckets = np.repeat(np.arange(len(self.buckets)), [len(starts) for starts in first])
+        starts = np.concatenate(first)
+        bounds = np.stack([starts, np.minimum(starts + self.rows[buckets], ends[buckets])], axis=1)
+        shuffle = np.argsort(bits.random_raw(len(starts)), kind="stable")
+        return BatchPlan(order, bounds[shuffle], buckets[shuffle])
+
+    def epoch(
+        self, epoch: int, first: int = 0, *, rank: int = 0, world: int = 1
+    ) -> Iterator[Batch]:
+        """Yield the batches of one epoch from index `first` on, as process `rank` of `world`."""
+        plan = self.plan(epoch)
+        for index in range(first, len(plan)):
+            position = (epoch, index + 1) if index + 1 < len(plan) else (epoch + 1, 0)
+            yield self._collate(plan, index, position, rank, world)
+
+    def endless(
+        self, position: Position = (0, 0), *, rank: int = 0, world: int = 1
+    ) -> Iterator[Batch]:
+        """Yield batches from `position` on, epoch after epoch."""
+        first = position[1]
+        for epoch in count(position[0]):
+            yield from self.epoch(epoch, first, rank=rank, world=world)
+            first = 0
+
+    def _collate(
+        self, plan: BatchPlan, index: int, position: Position, rank: int, world: int
+    ) -> Batch:
+        members = plan[index]
+        # Shapes come from the global batch, so that all processes agree on them.
+        if self.fixed_shapes:
+            bucket = plan.buckets[index]
+            rows, widths = self.rows[bucket], [int(self.buckets[bucket])] * 2
+        else:
+            sides = (self.source_lengths, self.target_lengths)
+            rows, widths = len(members), [int(lengths[members].max()) for lengths in sides]
+        rows = -(-int(rows) // world)
+        mine = members[rank::world]
+        spans = self.spans[mine]
+        source, source_lengths = _gather(self.corpus.source, spans, rows, widths[0])
+        source[len(mine) :, 0], source_lengths[len(mine) :] = EOS, 1
+        target_out, target_lengths = _gather(self.corpus.target, spans, rows, widths[1])
+        target_in = np.full_like(target_out, PAD)
+        target_in[: len(mine), 0] = BOS
+        # Shifted by one; the end mark falls off.
+        inside = np.arange(1, widths[1]) < target_lengths[:, None]
+        target_in[:, 1:][inside] = target_out[:, :-1][inside]
+        return Batch(
+            torch.from_numpy(source),
+            torch.from_numpy(source_lengths),
+            torch.from_numpy(target_in),
+            torch.from_numpy(target_out),
+            torch.from_numpy(target_lengths),
+            examples=mine,
+            target_tokens=int(self.target_lengths[members].sum()),
+            position=position,
+        )
+
+
+def ladder(longest: int, *, per_octave: int = 2, multiple: int = 8) -> list[int]:
+    """Bucket lengths up to `longest`, a few for each doubling, all multiples of `multiple`.
+
+    `ladder(100)` is [8, 16, 24, 32, 48, 64, 88, 104].
+    """
+    top = ceil(longest / multiple)
+    rungs = {round(2 ** (step / per_octave)) for step in range(ceil(log2(top) * per_octave))}
+    return [rung * multiple for rung in sorted({rung for rung in rungs if rung < top} | {top})]
+
+
+def pad_sources(sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ids to translate, as the encoder saw them in training: [B, S] ending with eos, and [B]."""
+    lengths = [len(ids) + 1 for ids in sources]
+    padded = torch.full((len(sources), max(lengths, default=0)), PAD)
+    for row, ids in enumerate(sources):
+        padded[row, : lengths[row]] = torch.tensor([*ids, EOS])
+    return padded, torch.tensor(lengths)
+
+
+def prefetch(batches: Iterable[Batch], *, depth: int = 4, pin: bool = False) -> Iterator[Batch]:
+    """Yield `batches` unchanged and in order while a thread prepares (and pins) the next ones.
+
+    A batch carries its own position, so running ahead does not disturb resuming.
+    """
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item: Batch | BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def produce() -> None:
+        try:
+            for batch in batches:
+                put(batch.pin() if pin else batch)
+                if stopped.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=produce, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _gather(side: Side, spans: Int64s, rows: int, width: int) -> tuple[Int64s, Int64s]:
+    """Ids of `spans` [n, 2], each ending with eos, padded to [rows, width]; and lengths [rows]."""
+    filled = len(spans)
+    lengths = np.zeros(rows, dtype=np.int64)
+    lengths[:filled] = side.lengths(spans)
+    inside = np.arange(width) < lengths[:, None]
+    # Row r reads tokens from its start on; boolean indexing walks the rows in the same order.
+    columns = np.broadcast_to(np.arange(width), inside.shape)[inside]
+    starts = np.repeat(side.offsets[spans[:, 0]], lengths[:filled])
+    ids = np.full((rows, width), PAD, dtype=np.int64)
+    ids[inside] = side.tokens[starts + columns]
+    ids[np.arange(filled), lengths[:filled] - 1] = EOS
+    return ids, lengths

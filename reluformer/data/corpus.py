@@ -1,0 +1,239 @@
+"""Encoded corpora: all sentences of both sides as two long arrays, on disk or in memory.
+
+Each side is `tokens`, the ids of all sentences with one `sep` after each, and `offsets`, where each
+sentence starts. Sentences i to j-1 are therefore one slice, `tokens[offsets[i] : offsets[j]]`, with
+separators between them and one id to spare for an end mark: forming a document copies nothing.
+`documents` holds the first sentence of each document and ends with the number of sentences.
+
+On disk the arrays are plain little-endian files beside a manifest of their sizes and checksums. The
+folder gets its name when it is whole; readers map the files and keep nothing in memory.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reluformer.data.tokenizer import SEP, Tokenizer
+from reluformer.errors import UserError
+from reluformer.files import atomic_folder, write_json
+
+FORMAT = "reluformer corpus 1"
+MANIFEST = "manifest.json"
+
+Ids = NDArray[np.unsignedinteger[Any]]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One language of a corpus: `tokens` [all ids], `offsets` [sentences + 1]."""
+
+    tokens: Ids
+    offsets: Int64s
+
+    def sentence(self, index: int) -> list[int]:
+        """Ids of one sentence, without its separator."""
+        ids: list[int] = self.tokens[self.offsets[index] : self.offsets[index + 1] - 1].tolist()
+        return ids
+
+    def lengths(self, spans: Int64s) -> Int64s:
+        """Ids in each span of sentences, an end mark included; spans [n, 2], result [n]."""
+        lengths: Int64s = self.offsets[spans[:, 1]] - self.offsets[spans[:, 0]]
+        return lengths
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Aligned sentences of two languages; `documents` [documents + 1] counts in sentences."""
+
+    source: Side
+    target: Side
+    documents: Int64s
+    vocab_size: int
+    tokenizer_sha256: str
+
+    def __len__(self) -> int:
+        """Number of sentence pairs."""
+        return len(self.source.offsets) - 1
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Corpus":
+        """Map a corpus that `write_corpus` finished; file sizes are held against the manifest."""
+        folder = Path(folder)
+        manifest = read_manifest(folder, FORMAT)
+        try:
+            arrays = {name: _map(folder / name, entry) for name, entry in manifest["files"].items()}
+            return cls(
+                Side(arrays["source.tokens"], arrays["source.offsets"]),
+                Side(arrays["target.tokens"], arrays["target.offsets"]),
+                arrays["documents"],
+                manifest["vocab_size"],
+                manifest["tokenizer"],
+            )
+        except KeyError as error:
+            raise UserError(f"{folder / MANIFEST} has no entry {error}") from None
+
+    @classmethod
+    def in_memory(
+        cls, documents: Iterable[Sequence[tuple[str, str]]], tokenizer: Tokenizer
+    ) -> "Corpus":
+        """Encode documents of (source, target) pairs; a lone sentence is a document of one."""
+        listed = [document for document in documents if document]
+
+        def side(index: int) -> Side:
+            texts = [pair[index] for document in listed for pair in document]
+            tokens, lengths = _flatten(tokenizer.encode_batch(texts), id_type(tokenizer))
+            return Side(tokens, _starts(lengths))
+
+        sizes = np.array([len(document) for document in listed], dtype=np.int64)
+        return cls(side(0), side(1), _starts(sizes), tokenizer.vocab_size, tokenizer.sha256)
+
+
+class CorpusWriter:
+    """Appends encoded sentences to the files of one corpus; made by `write_corpus`."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        ids, counts = id_type(tokenizer), np.dtype("<i8")
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._sides = [
+            (_Array(folder / f"{name}.tokens", ids), _Array(folder / f"{name}.offsets", counts))
+            for name in ("source", "target")
+        ]
+        self._documents = _Array(folder / "documents", counts)
+        self._arrays = [*(array for side in self._sides for array in side), self._documents]
+        self._document = -1
+        self.sentences = 0
+
+    def add(
+        self, sources: list[list[int]], targets: list[list[int]], documents: Sequence[int]
+    ) -> None:
+        """Append aligned sentences; `documents` gives each one's document, numbered from 0 up."""
+        assert len(sources) == len(targets) == len(documents)
+        for (tokens, offsets), sentences in zip(self._sides, (sources, targets), strict=True):
+            flat, lengths = _flatten(sentences, tokens.dtype)
+            offsets.append(tokens.size + _starts(lengths)[:-1])
+            tokens.append(flat)
+        numbers = np.array([self._document, *documents], dtype=np.int64)
+        self._documents.append(self.sentences + np.flatnonzero(np.diff(numbers)))
+        self._document = int(numbers[-1])
+        self.sentences += len(documents)
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the arrays, write the manifest last, and return it."""
+        documents = self._documents.size
+        for tokens, offsets in self._sides:
+            offsets.append(np.array([tokens.size], dtype=np.int64))
+        self._documents.append(np.array([self.sentences], dtype=np.int64))
+        manifest = {
+            "format": FORMAT,
+            "sentences": self.sentences,
+            "documents": documents,
+            # Separators not counted.
+            "source_tokens": self._sides[0][0].size - self.sentences,
+            "target_tokens": self._sides[1][0].size - self.sentences,
+            "vocab_size": self._tokenizer.vocab_size,
+            "tokenizer": self._tokenizer.sha256,
+            "files": {array.path.name: array.finish() for array in self._arrays},
+        }
+        write_json(self._folder / MANIFEST, manifest)
+        return manifest
+
+    def close(self) -> None:
+        """Close the files, finished or not."""
+        for array in self._arrays:
+            array.file.close()
+
+
+@contextmanager
+def write_corpus(folder: Path | str, tokenizer: Tokenizer) -> Iterator[CorpusWriter]:
+    """Yield a writer; `folder` appears, whole, when the block succeeds, and not otherwise."""
+    with (
+        atomic_folder(Path(folder)) as partial,
+        closing(CorpusWriter(partial, tokenizer)) as writer,
+    ):
+        yield writer
+        writer.finish()
+
+
+def read_manifest(folder: Path, form: str) -> dict[str, Any]:
+    """Read the manifest of a finished folder and make sure that its format is `form`."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise UserError(
+            f"{folder} is not a finished {form}: {MANIFEST} is missing; prepare it again"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != form:
+        raise UserError(f"{path} has format {found!r}, allowed is {form!r}; prepare it again")
+    return dict(manifest)
+
+
+def id_type(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The smallest unsigned type that holds every id."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+class _Array:
+    """An array that grows on disk."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.size = 0
+        self.file = path.open("wb")
+        self._digest = hashlib.sha256()
+
+    def append(self, values: NDArray[Any]) -> None:
+        data = values.astype(self.dtype, copy=False).tobytes()
+        self.file.write(data)
+        self._digest.update(data)
+        self.size += len(values)
+
+    def finish(self) -> dict[str, Any]:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return {"type": self.dtype.str, "size": self.size, "sha256": self._digest.hexdigest()}
+
+
+def _map(path: Path, entry: dict[str, Any]) -> NDArray[Any]:
+    dtype, size = np.dtype(entry["type"]), entry["size"]
+    expected = size * dtype.itemsize
+    found = path.stat().st_size if path.is_file() else None
+    if found != expected:
+        state = "is missing" if found is None else f"has {found} bytes"
+        raise UserError(f"{path} {state}, but its manifest says {expected}; prepare it again")
+    if not size:
+        # An empty file cannot be mapped.
+        return np.empty(0, dtype)
+    # The plain view is mapped all the same, and faster to index than the subclass.
+    return np.asarray(np.memmap(path, dtype, mode="r", shape=(size,)))
+
+
+def _flatten(sentences: list[list[int]], dtype: np.dtype[Any]) -> tuple[Ids, Int64s]:
+    """All ids in a row with `sep` after each sentence, and the lengths, separators included."""
+    lengths = np.array([len(sentence) + 1 for sentence in sentences], dtype=np.int64)
+    flat = np.full(int(lengths.sum()), SEP, dtype=dtype)
+    ends = np.cumsum(lengths) - 1
+    is_text = np.ones(len(flat), dtype=bool)
+    is_text[ends] = False
+    flat[is_text] = np.fromiter(chain.from_iterable(sentences), dtype, len(flat) - len(lengths))
+    return flat, lengths
+
+
+def _starts(lengths: Int64s) -> Int64s:
+    """Where each of consecutive pieces starts, and where the last ends: [n] to [n + 1]."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

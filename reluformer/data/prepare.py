@@ -1,0 +1,262 @@
+"""From text files to a prepared folder: tokenizer, encoded splits, plain dev and test text.
+
+A prepared folder holds `tokenizer.json`, a corpus folder for each split, the text of every split
+but train (`dev.source.txt`, `dev.target.txt`, ...) for scoring, and a manifest. Text is streamed
+twice: the first pass checks and counts every line and samples some for the tokenizer, the second
+encodes. The folder gets its name when all is done.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from reluformer.data.corpus import FORMAT as CORPUS
+from reluformer.data.corpus import MANIFEST, Corpus, read_manifest, write_corpus
+from reluformer.data.text import Sentence, TextPair, read_documents, read_sentences, write_documents
+from reluformer.data.tokenizer import MIN_VOCAB, Tokenizer
+from reluformer.errors import UserError
+from reluformer.files import atomic_folder, remove_partials, sha256, write_json
+
+FORMAT = "reluformer prepared data 1"
+VOCAB_SIZE = 16_000
+
+# Called with what is done, the total where it is known, and a word on what goes on.
+Progress = Callable[[int, int | None, str], None]
+Splits = Mapping[str, Sequence[TextPair]]
+
+_TOKENIZER = "tokenizer.json"
+_CHUNK = 8192
+# Enough that a larger sample hardly changes the vocabulary, and small in memory.
+_SAMPLE_PAIRS = 200_000
+_SAMPLE_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A finished prepared folder."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Prepared":
+        """Read the manifest of a folder that `prepare` finished."""
+        return cls(Path(folder), read_manifest(Path(folder), FORMAT))
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits, `train` first."""
+        return list(self.manifest["splits"])
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that all splits are encoded with."""
+        return Tokenizer.load(self.folder / _TOKENIZER)
+
+    def corpus(self, split: str) -> Corpus:
+        """An encoded split, memory-mapped."""
+        self._check(split, self.splits)
+        return Corpus.open(self.folder / split)
+
+    def documents(self, split: str) -> Iterator[list[tuple[str, str]]]:
+        """Yield the plain (source, target) pairs of each document of a split other than train."""
+        self._check(split, [name for name in self.splits if name != "train"])
+        marked = self.manifest["splits"][split]["marked"]
+        return read_documents(TextPair(*_text_files(self.folder, split), documents=marked))
+
+    def _check(self, split: str, allowed: list[str]) -> None:
+        if split not in allowed:
+            raise UserError(f"split is {split!r}, but {self.folder} has {', '.join(allowed)}")
+
+
+def prepare(
+    folder: Path | str,
+    splits: Splits,
+    *,
+    vocab_size: int | None = None,
+    tokenizer: Path | str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Encode the aligned files of each split into `folder`; `train` must be among the splits.
+
+    The tokenizer is learnt from `train` with `vocab_size` ids (default 16,000), or read from the
+    file `tokenizer`. A folder finished from the same files and options is returned as it is; one
+    prepared from others is only replaced with `overwrite`.
+    """
+    folder = Path(folder)
+    request = _request(splits, vocab_size, tokenizer)
+    if folder.exists():
+        found = _existing(folder)
+        if found is not None and found.manifest["request"] == request:
+            return found
+        if found is not None and not overwrite:
+            raise UserError(
+                f"{folder} was prepared from other files or options; choose another folder or "
+                "overwrite it"
+            )
+    # Leftovers of a killed preparation of the same folder.
+    remove_partials(folder.parent, f"{folder.name}.")
+    with atomic_folder(folder) as partial:
+        manifest = _build(partial, splits, request, tokenizer, progress or _silent)
+    return Prepared(folder, manifest)
+
+
+def _build(
+    folder: Path,
+    splits: Splits,
+    request: dict[str, Any],
+    tokenizer: Path | str | None,
+    report: Progress,
+) -> dict[str, Any]:
+    """Fill `folder`, the manifest last; returns the manifest."""
+    counts, sample = _survey(splits, report, sampling=tokenizer is None)
+    if tokenizer is None:
+        report(0, None, "learning the vocabulary")
+        bpe = Tokenizer.train(sample, request["vocab_size"])
+    else:
+        bpe = Tokenizer.load(tokenizer)
+    del sample
+    bpe.save(folder / _TOKENIZER)
+    done, total = 0, sum(sentences for sentences, _ in counts.values())
+    described = {}
+    for split, pairs in splits.items():
+        sentences, documents = counts[split]
+        # Documents of one sentence each need no marks between them.
+        marked = documents < sentences
+        if split != "train":
+            grouped = groupby(_sentences(pairs), key=lambda sentence: sentence.document)
+            plain = ([sentence[:2] for sentence in group] for _, group in grouped)
+            write_documents(*_text_files(folder, split), plain, marked=marked)
+        for encoded in _encode(folder / split, pairs, bpe):
+            done += encoded
+            report(done, total, f"encoding {split}")
+        described[split] = {**read_manifest(folder / split, CORPUS), "marked": marked}
+    manifest = {
+        "format": FORMAT,
+        "request": request,
+        "tokenizer": bpe.sha256,
+        "vocab_size": bpe.vocab_size,
+        "splits": described,
+    }
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def _silent(done: int, total: int | None, text: str) -> None:
+    pass
+
+
+def _request(
+    splits: Splits, vocab_size: int | None, tokenizer: Path | str | None
+) -> dict[str, Any]:
+    """Check what can be checked at once; return what makes two preparations the same."""
+    if "train" not in splits:
+        raise UserError(f"splits are {', '.join(splits) or 'none'}, but train must be among them")
+    for split, pairs in splits.items():
+        if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]*", split):
+            raise UserError(f"split is {split!r}, allowed are letters, digits, '.', '_' and '-'")
+        if not pairs:
+            raise UserError(f"split {split} has no files")
+    if vocab_size is not None and tokenizer is not None:
+        raise UserError(f"vocab_size is {vocab_size}, but the tokenizer {tokenizer} has its own")
+    if vocab_size is not None and vocab_size < MIN_VOCAB:
+        raise UserError(f"vocab_size is {vocab_size}, allowed is at least {MIN_VOCAB}")
+    return {
+        "vocab_size": VOCAB_SIZE if tokenizer is None and vocab_size is None else vocab_size,
+        "tokenizer": None if tokenizer is None else _identity(Path(tokenizer)),
+        "splits": {
+            split: [
+                {
+                    "source": _identity(files.source),
+                    "target": _identity(files.target),
+                    "documents": files.documents,
+                    "keys": None if files.keys is None else _identity(files.keys),
+                }
+                for files in pairs
+            ]
+            for split, pairs in splits.items()
+        },
+    }
+
+
+def _identity(path: Path | str) -> dict[str, str]:
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not a file")
+    try:
+        return {"name": path.name, "sha256": sha256(path)}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _existing(folder: Path) -> Prepared | None:
+    """What was prepared in `folder` before; refuses to touch a folder of anything else."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return None
+    if (folder / MANIFEST).is_file():
+        return Prepared.open(folder)
+    raise UserError(f"{folder} exists and is not a prepared folder; choose another")
+
+
+def _sentences(pairs: Sequence[TextPair]) -> Iterator[Sentence]:
+    """The sentences of all files of a split, documents numbered through."""
+    base = 0
+    for files in pairs:
+        last = -1
+        for source, target, document in read_sentences(files):
+            last = document
+            yield Sentence(source, target, base + document)
+        base += last + 1
+
+
+def _survey(
+    splits: Splits, report: Progress, *, sampling: bool
+) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """Read everything once: (sentences, documents) by split, and lines to learn from."""
+    counts = {}
+    sample: list[tuple[str, str]] = []
+    rng, read = Random(0), 0
+    for split, pairs in splits.items():
+        sentences, documents, latest = 0, 0, -1
+        for source, target, document in _sentences(pairs):
+            if sampling and split == "train":
+                pair = source[:_SAMPLE_CHARACTERS], target[:_SAMPLE_CHARACTERS]
+                _keep(sample, pair, sentences, rng)
+            documents += document != latest
+            latest = document
+            sentences += 1
+            read += 1
+            if read % _CHUNK == 0:
+                report(read, None, f"checking {split}")
+        if not sentences:
+            names = ", ".join(str(files.source) for files in pairs)
+            raise UserError(f"split {split} has no sentence in {names}")
+        counts[split] = sentences, documents
+    return counts, [line for pair in sample for line in pair]
+
+
+def _keep(sample: list[tuple[str, str]], pair: tuple[str, str], seen: int, rng: Random) -> None:
+    # Reservoir sampling: of all pairs seen, each is in the sample with the same probability.
+    if len(sample) < _SAMPLE_PAIRS:
+        sample.append(pair)
+    elif (slot := rng.randrange(seen + 1)) < _SAMPLE_PAIRS:
+        sample[slot] = pair
+
+
+def _encode(folder: Path, pairs: Sequence[TextPair], tokenizer: Tokenizer) -> Iterator[int]:
+    """Write the corpus of a split; yield the number of sentences of each chunk."""
+    stream = _sentences(pairs)
+    with write_corpus(folder, tokenizer) as writer:
+        while chunk := list(islice(stream, _CHUNK)):
+            sources, targets, documents = zip(*chunk, strict=True)
+            source_ids, target_ids = map(tokenizer.encode_batch, (sources, targets))
+            writer.add(source_ids, target_ids, documents)
+            yield len(chunk)
+
+
+def _text_files(folder: Path, split: str) -> tuple[Path, Path]:
+    return folder / f"{split}.source.txt", folder / f"{split}.target.txt"
