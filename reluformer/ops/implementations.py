@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reluformer.errors import UserError
-from reluformer.ops import reference, sdpa
+from reluformer.ops import fused, reference, sdpa
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 
@@ -24,6 +24,8 @@ class Implementation:
 
     run: Callable[[Attention, Call, Options], AttentionResult]
     why_not: Callable[[Attention, Call, Options], str | None]
+    device: str | None = None
+    """`auto` considers it on this kind of device only; None means on all."""
 
 
 def _anything(attention: Attention, call: Call, options: Options) -> str | None:
@@ -31,6 +33,7 @@ def _anything(attention: Attention, call: Call, options: Options) -> str | None:
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton": Implementation(fused.triton_run, fused.triton_why_not, device="cuda"),
     "sdpa": Implementation(sdpa.run, sdpa.why_not),
     "reference": Implementation(reference.run, _anything),
 }
@@ -52,7 +55,8 @@ def choose(attention: Attention, call: Call, options: Options, impl: str) -> str
         return next(
             name
             for name, implementation in IMPLEMENTATIONS.items()
-            if implementation.why_not(attention, call, options) is None
+            if implementation.device in (None, call.q.device.type)
+            and implementation.why_not(attention, call, options) is None
         )
     if impl not in IMPLEMENTATIONS:
         allowed = ", ".join(["auto", *IMPLEMENTATIONS])

@@ -1,0 +1,98 @@
+"""Rectified rules on fused kernels: the bridge from a call to `triton.op` and `cpu`.
+
+A kernel takes w = max(s - threshold, 0)^power / (gamma (n/2)^length_exponent); whatever an
+attention does around that rule (cosines before, norms and gates after) happens here, as in the
+reference.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.definition import Attention
+from reluformer.ops.rule import Rectified
+
+Kernel = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
+
+def why_not(
+    supports: Callable[[Call, Rectified], str | None],
+    attention: Attention,
+    call: Call,
+    options: Mapping[str, Any],
+) -> str | None:
+    """Why this call cannot run on a fused kernel, or None; `supports` asks the kernel itself."""
+    rule = _rule(attention, options)
+    if rule is None:
+        return "fused kernels run rectified rules only"
+    if call.return_weights or call.return_stats:
+        return "fused kernels return neither weights nor statistics"
+    if call.bias is not None:
+        return "fused kernels take no score bias"
+    if rule.negative_slope != 0:
+        return f"fused kernels take no negative slope, got {rule.negative_slope}"
+    return supports(call, rule)
+
+
+def run(
+    kernel: Callable[[], Kernel], attention: Attention, call: Call, options: Mapping[str, Any]
+) -> AttentionResult:
+    """Run the rule on the kernel that `kernel` imports, then the attention's finish."""
+    rule = _rule(attention, options)
+    assert rule is not None
+    q, k = call.q, call.k
+    if attention.cosine:
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+    heads = q.shape[1]
+    output, _, _ = kernel()(
+        q,
+        k,
+        call.v,
+        scale=call.scale,
+        gamma=_each_head(rule.gamma, heads),
+        length_exponent=rule.length_exponent,
+        power=rule.power,
+        threshold=_each_head(rule.threshold, heads),
+        causal=call.visibility.causal,
+        window=call.visibility.window,
+        key_lengths=call.visibility.key_lengths,
+        mask=call.visibility.mask,
+        dropout_p=call.dropout_p,
+        statistics=False,
+    )
+    return AttentionResult(attention.finish_with(output, options), None, None)
+
+
+def triton_supports(call: Call, rule: Rectified) -> str | None:
+    """Why the Triton kernels cannot run this call, or None."""
+    from reluformer.ops.triton.op import supports
+
+    return supports(call.q, call.k, call.v, scale=call.scale, power=rule.power)
+
+
+def triton_kernel() -> Kernel:
+    """The Triton kernels' entry point."""
+    from reluformer.ops.triton.op import rectified_attention
+
+    return rectified_attention
+
+
+triton_why_not = partial(why_not, triton_supports)
+triton_run = partial(run, triton_kernel)
+
+
+def _rule(attention: Attention, options: Mapping[str, Any]) -> Rectified | None:
+    weigh = attention.weigh_with(options)
+    return weigh if isinstance(weigh, Rectified) else None
+
+
+def _each_head(value: float | Tensor, heads: int) -> float | Tensor:
+    """Numbers as they are, tensors as [H]."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(torch.float32).expand(heads).contiguous()
