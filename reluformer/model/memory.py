@@ -31,7 +31,8 @@ class KeyValueMemory(nn.Module):
     """weights(x K^T) V with keys and values that are learned: x [..., width] to [..., width].
 
     Attention computes the same `reluformer.ops.memory.read` with keys and values from other tokens;
-    here n, the number of keys a row sees, is `slots`. Nothing is divided by sqrt(width).
+    here n, the number of keys a row sees, is `slots`, and scores are not divided by sqrt(width)
+    (a persistent memory, which joins an attention, divides by that of a head).
 
     width    width of x, of the keys and of the values
     slots    number of key-value pairs: the hidden size of a feed-forward layer
@@ -123,7 +124,7 @@ class KeyValueMemory(nn.Module):
         """What a training loss may add for the queries x, a scalar; 0 for most kinds.
 
         For sigma_moe the negative entropy of the mean choice of experts: a small multiple of it
-        (the paper's order is 1e-3) keeps all experts in use.
+        keeps all experts in use.
         """
         return self.selector.penalty(self._query(x))
 
