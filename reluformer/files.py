@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         yield partial
-        with open(partial, "rb") as written:
-            os.fsync(written.fileno())
+        _sync_file(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -43,7 +43,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        _sync_folder(partial)
+        for folder, _, names in os.walk(partial):
+            for name in names:
+                _sync_file(Path(folder, name))
+            _sync_folder(Path(folder))
         if path.exists():
             # A folder cannot replace a full one: move it aside first.
             os.replace(path, replaced)
@@ -71,19 +74,26 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def remove_partials(folder: Path, prefix: str = "") -> list[Path]:
+def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
     """Delete the leftovers of killed writers directly inside `folder`; return what was deleted.
 
-    With `prefix`, only those whose names start with it.
+    With `of`, only leftovers of the file or folder of that name.
     """
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    leftovers = [p for p in inside if p.name.startswith(prefix) and p.name.endswith(PARTIAL)]
+    name = ".*" if of is None else re.escape(of) + r"\.\d+(\.old)?"
+    pattern = re.compile(name + re.escape(PARTIAL), re.DOTALL)
+    leftovers = [path for path in inside if pattern.fullmatch(path.name)]
     for leftover in leftovers:
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
     return leftovers
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

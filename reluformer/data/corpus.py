@@ -11,7 +11,6 @@ folder gets its name when it is whole; readers map the files and keep nothing in
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -204,8 +203,7 @@ class _Array:
         self.size += len(values)
 
     def finish(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self.file.close()
         return {"type": self.dtype.str, "size": self.size, "sha256": self._digest.hexdigest()}
 
 

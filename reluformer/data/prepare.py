@@ -49,7 +49,7 @@ class Prepared:
 
     @property
     def splits(self) -> list[str]:
-        """Names of the splits, `train` first."""
+        """Names of the splits, in the order they were given."""
         return list(self.manifest["splits"])
 
     def tokenizer(self) -> Tokenizer:
@@ -91,7 +91,7 @@ def prepare(
     request = _request(splits, vocab_size, tokenizer)
     if folder.exists():
         found = _existing(folder)
-        if found is not None and found.manifest["request"] == request:
+        if found is not None and found.manifest.get("request") == request:
             return found
         if found is not None and not overwrite:
             raise UserError(
@@ -99,7 +99,7 @@ def prepare(
                 "overwrite it"
             )
     # Leftovers of a killed preparation of the same folder.
-    remove_partials(folder.parent, f"{folder.name}.")
+    remove_partials(folder.parent, of=folder.name)
     with atomic_folder(folder) as partial:
         manifest = _build(partial, splits, request, tokenizer, progress or _silent)
     return Prepared(folder, manifest)
@@ -129,7 +129,7 @@ def _build(
         marked = documents < sentences
         if split != "train":
             grouped = groupby(_sentences(pairs), key=lambda sentence: sentence.document)
-            plain = ([sentence[:2] for sentence in group] for _, group in grouped)
+            plain = ((sentence[:2] for sentence in group) for _, group in grouped)
             write_documents(*_text_files(folder, split), plain, marked=marked)
         for encoded in _encode(folder / split, pairs, bpe):
             done += encoded

@@ -1,0 +1,71 @@
+"""Atomic files and folders: whole or not there, leftovers recognisable."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from reluformer.files import (
+    atomic_folder,
+    atomic_path,
+    remove_partials,
+    sha256,
+    write_json,
+    write_text,
+)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.txt"
+    write_text(path, "ä\n")
+    assert path.read_bytes() == "ä\n".encode()
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text(encoding="utf-8") == "ä\n"
+    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
+    write_json(path, {"ö": [1]})
+    assert path.read_text(encoding="utf-8") == '{\n  "ö": [\n    1\n  ]\n}\n'
+
+
+def test_a_folder_replaces_another_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    for content in ("first", "second"):
+        with atomic_folder(folder) as partial:
+            (partial / "inner").mkdir()
+            (partial / "inner" / content).write_text(content)
+            assert not (folder / "inner" / content).exists()
+    assert [p.name for p in (folder / "inner").iterdir()] == ["second"]
+    with pytest.raises(OSError, match="full"), atomic_folder(folder) as partial:
+        (partial / "third").touch()
+        raise OSError("disk full")
+    assert [p.name for p in folder.iterdir()] == ["inner"]
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_leftovers_of_the_same_process_number_do_not_leak_in(tmp_path: Path) -> None:
+    old = tmp_path / f"f.{os.getpid()}.partial"
+    old.mkdir()
+    (old / "stale").touch()
+    with atomic_folder(tmp_path / "f") as partial:
+        (partial / "fresh").touch()
+    assert [p.name for p in (tmp_path / "f").iterdir()] == ["fresh"]
+
+
+def test_only_leftovers_are_removed(tmp_path: Path) -> None:
+    for name in ("f.12.partial", "f.12.old.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").touch()
+    for name in ("f", "f.txt", "g.3.partial", "f.long.4.partial"):
+        (tmp_path / name).touch()
+    removed = remove_partials(tmp_path, of="f")
+    assert [p.name for p in removed] == ["f.12.old.partial", "f.12.partial"]
+    assert {p.name for p in tmp_path.iterdir()} == {"f", "f.txt", "g.3.partial", "f.long.4.partial"}
+    remove_partials(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"f", "f.txt"}
+    assert remove_partials(tmp_path / "nowhere") == []
+
+
+def test_checksum(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256(tmp_path / "a").startswith("ba7816bf8f01cfea")
