@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from reluformer.ops.triton.parts import (
+    LENGTH_DEPENDENT,
     LN2,
     dropout_factor,
     head_threshold,
@@ -160,7 +161,7 @@ def _walk_keys(
     return acc, shift_total
 
 
-@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
 def queries_kernel(
     q,
     k,
@@ -485,7 +486,7 @@ def _walk_queries(
     return dk_acc, dv_acc
 
 
-@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
 def keys_kernel(
     q,
     k,
@@ -665,7 +666,7 @@ def keys_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
 def scale_rows_kernel(
     src,
     dst,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from reluformer.ops.triton.parts import (
+    LENGTH_DEPENDENT,
     LN2,
     dropout_factor,
     head_threshold,
@@ -118,7 +119,7 @@ def _walk(
     return acc, total, log_total, seen_total
 
 
-@triton.jit(do_not_specialize=["q_length", "k_length", "window"])
+@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
 def forward_kernel(
     q,
     k,

@@ -276,15 +276,18 @@ def backward(
         return dq, dk.zero_(), dv.zero_(), row_dot.zero_(), row_shift.zero_()
     fused = not deterministic and not need_shift and grads.out is None
     if fused:
-        dq = _keys(problem, grads, dk, dv, fused=True)
+        dq = key_gradients(problem, grads, dk, dv, fused=True)
     else:
         dq = empty_heads(q, q.shape[-1], zero=packed)
-        _keys(problem, grads, dk, dv, fused=False)
-        _queries(problem, grads, dq, row_dot, row_shift)
+        key_gradients(problem, grads, dk, dv, fused=False)
+        query_gradients(problem, grads, dq, row_dot, row_shift)
     return dq, dk, dv, row_dot, row_shift
 
 
-def _keys(problem: Problem, grads: Gradients, dk: Tensor, dv: Tensor, *, fused: bool) -> Tensor:
+def key_gradients(
+    problem: Problem, grads: Gradients, dk: Tensor, dv: Tensor, *, fused: bool
+) -> Tensor:
+    """Fill dk and dv; returns dq if `fused`."""
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     packed = problem.cu_q is not None
     tile = _pick("fused" if fused else "keys", problem)
@@ -335,9 +338,10 @@ def _keys(problem: Problem, grads: Gradients, dk: Tensor, dv: Tensor, *, fused: 
     return dq
 
 
-def _queries(
+def query_gradients(
     problem: Problem, grads: Gradients, dq: Tensor, row_dot: Tensor, row_shift: Tensor
 ) -> None:
+    """Fill dq and, unless empty, the two sums per row."""
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     out = _or(grads.out, grad_out)
     tile = _pick("queries", problem)

@@ -10,6 +10,20 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Arguments whose divisibility must not choose another compilation: they change with the lengths.
+LENGTH_DEPENDENT = [
+    "q_length",
+    "k_length",
+    "window",
+    "heads",
+    "stride_mb",
+    "stride_mh",
+    "stride_mq",
+    "stride_sb",
+    "stride_sh",
+    "stride_st",
+]
+
 
 @triton.jit
 def load_tile(

@@ -1,4 +1,4 @@
-"""The real path compiles for Hopper without a GPU: no spills, packed rectifier, tensor memory loads."""
+"""The real path compiles for Hopper without a GPU: no spills, packed rectifier, TMA loads."""
 
 import json
 import subprocess
