@@ -1,7 +1,6 @@
 """The blocks both models are built of: a residual branch, an encoder layer, a decoder layer."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -31,13 +30,15 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """x [B, T, width] through a branch of the same shape."""
-        if self.pre:
-            mixed: Tensor = x + self.dropout(branch(self.norm(x)))
-        else:
-            mixed = self.norm(x + self.dropout(branch(x)))
-        return mixed
+    def enter(self, x: Tensor) -> Tensor:
+        """What the branch reads, from x [B, T, width]."""
+        entered: Tensor = self.norm(x) if self.pre else x
+        return entered
+
+    def leave(self, x: Tensor, branch: Tensor) -> Tensor:
+        """x with the branch's output [B, T, width] added."""
+        mixed: Tensor = x + self.dropout(branch)
+        return mixed if self.pre else cast("Tensor", self.norm(mixed))
 
 
 class AttentionBranch(nn.Module):
@@ -56,13 +57,16 @@ class AttentionBranch(nn.Module):
         cache: GrowingCache | None = None,
     ) -> tuple[Tensor, Attended]:
         """x [B, T, width] after the branch, and what the attention reports."""
-        reports: list[Attended] = []
-
-        def branch(inner: Tensor) -> Tensor:
-            reports.append(self.attention(inner, context, cache=cache, **sight._asdict()))
-            return reports[0].output
-
-        return self.residual(x, branch), reports[0]
+        report = self.attention(
+            self.residual.enter(x),
+            context,
+            query_lengths=sight.query_lengths,
+            key_lengths=sight.key_lengths,
+            cache=cache,
+            record=sight.record,
+            sample_rows=sight.sample_rows,
+        )
+        return self.residual.leave(x, report.output), report
 
 
 class MemoryBranch(nn.Module):
@@ -77,8 +81,7 @@ class MemoryBranch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, width] after the branch."""
-        mixed: Tensor = self.residual(x, self.memory)
-        return mixed
+        return self.residual.leave(x, self.memory(self.residual.enter(x)))
 
 
 class EncoderLayer(nn.Module):

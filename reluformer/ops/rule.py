@@ -51,7 +51,9 @@ class Rectified:
             active = torch.relu(shifted)
         if self.power == 2:
             active = active.square()
-        return active * self.row_scale(scores)
+        scale = self.row_scale(scores)
+        # Plain ReLU memories have nothing to scale, and each pass over the weights costs.
+        return active if isinstance(scale, float) and scale == 1 else active * scale
 
     def row_scale(self, scores: Scores) -> Tensor | float:
         """c = 1 / (gamma * (n/2)^length_exponent), broadcastable to [B, H, Tq, 1]."""
