@@ -141,7 +141,7 @@ def weights(leaves: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         value[:, None, None] if isinstance(value, Tensor) else value
         for value in (options["gamma"], options["threshold"])
     )
-    n = seen.sum(-1, keepdim=True).clamp(min=1)
+    n = seen.sum(-1, keepdim=True).clamp(min=1).to(score.dtype)
     norm = gamma * (n / 2) ** options["length_exponent"]
     return torch.where(seen, torch.relu(score - threshold) ** options["power"] / norm, 0.0)
 
