@@ -1,0 +1,113 @@
+"""Beam search."""
+
+import torch
+from torch import Tensor
+
+from reluformer.model import ReLUFormer
+from reluformer.search.config import SearchConfig
+from reluformer.search.task import Decoder, Hypothesis, Task
+
+
+@torch.inference_mode()
+def beam_search(
+    model: ReLUFormer, task: Task, config: SearchConfig, best: int = 1
+) -> list[list[Hypothesis]]:
+    """The `best` highest-scoring hypotheses of each sentence that a beam finds, best first.
+
+    Of all continuations by one token, the likeliest stay. One that ends keeps its place in the beam
+    for good, so a sentence is done when as many hypotheses have ended as the beam has places; or
+    earlier, when none that still goes on can reach the score of the `best`-th that has ended.
+    """
+    search = _Beams(model, task, config, best)
+    while len(search.decoder):
+        search.step()
+    return [sorted(ended, key=lambda h: -h.score)[:best] for ended in search.ended]
+
+
+class _Beams:
+    """The open hypotheses of all sentences and those that have ended.
+
+    `sums` [B, beams] are log-probabilities, -inf in an empty place; `history` [B * beams, length]
+    the tokens of each; `free` [B] the places of a beam that ended hypotheses have not taken;
+    `threshold` [B] the score that an open hypothesis must be able to pass.
+    """
+
+    def __init__(self, model: ReLUFormer, task: Task, config: SearchConfig, best: int) -> None:
+        self.config, self.best, self.eos = config, best, model.config.eos_id
+        self.decoder = Decoder(model, task, config.beam)
+        self.ended: list[list[Hypothesis]] = [[] for _ in task.sources]
+        device, sentences = self.decoder.last.device, len(task.sources)
+        self.sums = torch.full((sentences, config.beam), -torch.inf, device=device)
+        # At first all rows of a sentence are alike: one of them is enough.
+        self.sums[:, 0] = 0.0
+        self.free = torch.full((sentences,), config.beam, device=device)
+        self.threshold = torch.full((sentences,), -torch.inf, device=device)
+        self.history = torch.zeros(sentences * config.beam, 0, dtype=torch.long, device=device)
+        self.rank = torch.arange(config.beam, device=device)
+
+    def step(self) -> None:
+        """Extend every open hypothesis by one token."""
+        logits, total = self.decoder.step()
+        tokens, parents = self._extend(logits, total)
+        self.decoder.state.select_rows(parents)
+        self.decoder.advance(tokens.flatten())
+        self.history = torch.cat([self.history[parents], tokens.view(-1, 1)], dim=1)
+        ends = (tokens == self.eos) & (self.sums > -torch.inf)
+        if ends.any():
+            self._end(ends)
+        open_sums = self.sums.amax(dim=1)
+        # An empty beam is -inf, which no bound is below.
+        done = self._bound(open_sums) <= self.threshold
+        if done.any():
+            self._keep((~done).nonzero().squeeze(-1))
+
+    def _extend(self, logits: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest continuations: tokens [B, beams], and the rows [B * beams] they extend."""
+        sentences, beams = self.sums.shape
+        # No sentence keeps more continuations of one hypothesis than it has places.
+        width = min(beams, logits.shape[1])
+        likeliest = logits.topk(width, dim=1)
+        candidates = (likeliest.values - total).view(sentences, beams, width)
+        candidates = (self.sums.unsqueeze(-1) + candidates).flatten(1)
+        chosen = candidates.topk(beams, dim=1)
+        tokens = likeliest.indices.view(sentences, -1).gather(1, chosen.indices)
+        self.sums = chosen.values.masked_fill(self.rank >= self.free.unsqueeze(-1), -torch.inf)
+        first_rows = torch.arange(0, sentences * beams, beams, device=tokens.device)
+        parents = chosen.indices.div(width, rounding_mode="floor") + first_rows.unsqueeze(-1)
+        return tokens, parents.flatten()
+
+    def _end(self, ends: Tensor) -> None:
+        """Move the hypotheses that `ends` [B, beams] marks to the ended ones."""
+        length = self.decoder.length
+        for sentence, place in ends.nonzero().tolist():
+            log_probability = float(self.sums[sentence, place])
+            self.ended[int(self.decoder.indices[sentence])].append(
+                Hypothesis(
+                    self.history[sentence * self.config.beam + place, :-1].tolist(),
+                    self.config.score(log_probability, length),
+                    log_probability,
+                    complete=length <= int(self.decoder.longest[sentence]),
+                )
+            )
+        self.sums = self.sums.masked_fill(ends, -torch.inf)
+        self.free = self.free - ends.sum(dim=1)
+        for sentence in ends.any(dim=1).nonzero().flatten().tolist():
+            scores = sorted(h.score for h in self.ended[int(self.decoder.indices[sentence])])
+            if len(scores) >= self.best:
+                self.threshold[sentence] = scores[-self.best]
+
+    def _bound(self, sums: Tensor) -> Tensor:
+        """The highest score that a hypothesis with `sums` [B] may still reach, [B].
+
+        Sums only fall; a positive penalty favours the latest end, a negative one the next.
+        """
+        penalty = self.config.length_penalty
+        end = self.decoder.longest + 1 if penalty > 0 else self.decoder.length + 1
+        return sums / end**penalty
+
+    def _keep(self, sentences: Tensor) -> None:
+        beams = self.config.beam
+        self.decoder.keep(sentences)
+        self.sums, self.free = self.sums[sentences], self.free[sentences]
+        self.threshold = self.threshold[sentences]
+        self.history = self.history.view(-1, beams, self.history.shape[1])[sentences].flatten(0, 1)
