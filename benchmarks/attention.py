@@ -50,15 +50,16 @@ class Plan:
     matmul: int
     rounds: int
     workers: int
-    peers: tuple[tuple[str, SDPBackend], ...]
+    peers: tuple[tuple[str, str], ...]
+    """Name and SDPA backend; by name, because some versions of torch cannot pickle backends."""
 
 
 GPU = Plan(
     "cuda", torch.bfloat16, (64, 128), (1024, 4096, 16384), 16384, 2048, 1000, 8192, 15, 12,
-    (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)),
+    (("cudnn", "CUDNN_ATTENTION"), ("flash", "FLASH_ATTENTION")),
 )  # fmt: skip
 TOY = Plan(
-    "cpu", torch.float32, (16,), (32, 48), 48, 16, 40, 64, 2, 0, (("math", SDPBackend.MATH),)
+    "cpu", torch.float32, (16,), (32, 48), 48, 16, 40, 64, 2, 0, (("math", "MATH"),)
 )  # fmt: skip
 
 
@@ -236,8 +237,8 @@ def calls_for(
             q, k, v, **{**settings, "statistics": statistics}, deterministic=deterministic
         )[0]
 
-    def peer(backend: SDPBackend) -> Tensor:
-        with sdpa_kernel(backend):
+    def peer(backend: str) -> Tensor:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
             return scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
 
     makers: dict[str, Callable[[], Tensor]] = {
@@ -488,7 +489,7 @@ def usable_peers(plan: Plan) -> Plan:
     usable = []
     for name, backend in plan.peers:
         try:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(getattr(SDPBackend, backend)):
                 out = scaled_dot_product_attention(q.requires_grad_(), k, v, is_causal=True)
             torch.autograd.grad(out, q, grad)
             usable.append((name, backend))

@@ -116,14 +116,15 @@ def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = Tr
 def visible(options: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
     """The boolean [B, H, Tq, Tk] that the call's mask, lengths, causality and window make."""
     _, _, queries, keys = shape
-    device = None if options["mask"] is None else options["mask"].device
+    given = [options[name] for name in ("mask", "key_lengths") if options[name] is not None]
+    device = given[0].device if given else None
     position = torch.arange(queries, device=device)[:, None] + keys - queries
     col = torch.arange(keys, device=device)
     seen = torch.ones(shape, dtype=torch.bool, device=device)
     if options["mask"] is not None:
         seen = seen & options["mask"]
     if options["key_lengths"] is not None:
-        seen = seen & (col < options["key_lengths"].to(device)[:, None, None, None])
+        seen = seen & (col < options["key_lengths"][:, None, None, None])
     if options["causal"]:
         seen = seen & (col <= position)
     if options["window"] is not None:
