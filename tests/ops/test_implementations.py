@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,19 @@ def test_auto_takes_the_first_that_can(fast: list[str]) -> None:
     attention("softmax", q, k, v, dropout_p=0.5)
     attention("tda", q, k, v)
     assert fast == ["relu", "tda"]
+
+
+def test_auto_passes_over_the_implementations_of_other_devices(
+    fast: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = implementations.IMPLEMENTATIONS
+    elsewhere = replace(table["fast"], device="cuda")
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", {**table, "fast": elsewhere})
+    q, k, v = make()
+    attention("tda", q, k, v)
+    assert not fast
+    attention("tda", q, k, v, impl="fast")
+    assert fast == ["tda"]
 
 
 def test_an_explicit_request_is_obeyed(fast: list[str]) -> None:

@@ -1,15 +1,18 @@
 """Row statistics against direct computation, and their gradients against differences."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from reluformer import Stats, attention
+from reluformer import Stats
+from reluformer import attention as attend
 from reluformer.ops.stats import entropy_from_sums, sum_of_w_log_w, summarise
 from tests.ops.inputs import every_attention, gradients, make, tensor_options
 
+attention = partial(attend, impl="reference")
 DIFFERENTIABLE = ("row_sum", "entropy", "raw_entropy", "max")
 
 
@@ -78,6 +81,13 @@ def test_a_dead_row_has_no_entropy_and_passes_no_gradient() -> None:
     assert stats.zeros.tolist() == pytest.approx([1.0, 1 / 3])
     (grad,) = torch.autograd.grad(stats.entropy.sum() + stats.raw_entropy.sum(), weights)
     assert not grad[0].any() and grad.isfinite().all()
+
+
+def test_a_dead_weight_has_no_slope_in_the_sum_of_w_log_w() -> None:
+    """Not the slope ln 0 of the formula, which no weight could follow."""
+    weights = torch.tensor([0.0, 0.5], requires_grad=True)
+    (grad,) = torch.autograd.grad(sum_of_w_log_w(weights), weights)
+    assert grad.tolist() == pytest.approx([0.0, math.log(0.5) + 1])
 
 
 def test_signed_weights_count_by_size() -> None:

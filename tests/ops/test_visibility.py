@@ -1,6 +1,7 @@
 """What a row cannot see never moves it, and n is what it can see: for every attention."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from reluformer import ATTENTIONS, attention
 from reluformer.ops.visibility import Visibility, count_visible
-from tests.ops.inputs import assert_same, every_way, gradients, make, tensor_options
+from tests.ops.inputs import (
+    assert_same,
+    every_attention,
+    every_way,
+    gradients,
+    make,
+    tensor_options,
+)
 
 
 @given(
@@ -123,6 +131,21 @@ def test_padding_moves_nothing(name: str, impl: str, by: str) -> None:
         assert not hidden.masked_select(padding).any()
 
 
+@every_attention
+@pytest.mark.parametrize("content", [math.nan, math.inf])
+def test_weights_never_meet_what_hidden_keys_contain(name: str, content: float) -> None:
+    q, k, v = make(keys=7)
+    mask = torch.tensor([True, False, True, True, False, True, True])
+    options = tensor_options(name, q, v, requires_grad=True)
+    found = []
+    for keys in (k, k.masked_fill(~mask[:, None], content)):
+        result = attention(name, q, keys, v, mask=mask, return_weights=True, **options)
+        both = torch.cat([result.output.flatten(), result.weights.flatten()])
+        found.append([both, *gradients(both, list(options.values()))] if options else [both])
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+
 @every_way
 def test_batch_neighbours_move_nothing(name: str, impl: str) -> None:
     q, k, v = make()
@@ -209,6 +232,16 @@ def test_cached_decoding_equals_the_full_square(name: str, impl: str, window: in
             impl=impl,
         )
         torch.testing.assert_close(step, full[:, :, token], rtol=1e-11, atol=1e-13)
+
+
+@every_way
+def test_rows_before_the_first_key_see_nothing(name: str, impl: str) -> None:
+    """Causal with more rows than keys: aligned to the end, the first rows have nothing behind."""
+    q, k, v = make(rows=5, keys=3)
+    output = attention(name, q, k, v, causal=True, impl=impl)
+    assert not output[:, :, :2].any()
+    square = attention(name, q[:, :, 2:], k, v, causal=True, impl=impl)
+    torch.testing.assert_close(output[:, :, 2:], square, rtol=1e-11, atol=1e-13)
 
 
 @every_way
