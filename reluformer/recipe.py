@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -291,15 +292,15 @@ def _flatten(values: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
 def _at_least(least: int, settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not value >= least:
+        if value is not None and not least <= value < math.inf:
             raise UserError(f"{name} must be at least {least}, got {value}")
 
 
 def _above_zero(settings: object, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise UserError(f"{name} must be greater than 0, got {value}")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} must be finite and greater than 0, got {value}")
 
 
 def _share(settings: object, *names: str) -> None:

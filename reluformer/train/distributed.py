@@ -6,6 +6,7 @@ therefore multiplied by their number, and sums over the global batch come out.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -118,6 +119,8 @@ def _shard(model: ReLUFormer) -> Parallel:
                 f"train.parallel cannot be shard with the single number {name} to learn; allowed "
                 "are replicate, or gamma of each head"
             )
+    # It warns of in-place changes to a layer's output, of which the model makes none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in model.encoder:
         fully_shard(layer)
     for layer in model.decoder:
