@@ -13,10 +13,9 @@ from reluformer.model.scale import Gamma
 
 
 class Sight(NamedTuple):
-    """What every layer of a pass is told: lengths [B] of queries and keys, and what to report."""
+    """What every layer of a pass is told: the lengths [B] of its queries, and what to report."""
 
     query_lengths: Tensor | None = None
-    key_lengths: Tensor | None = None
     record: Record = "nothing"
     sample_rows: int | None = None
 
@@ -54,6 +53,7 @@ class AttentionBranch(nn.Module):
         x: Tensor,
         sight: Sight,
         context: KeyValues | None = None,
+        key_lengths: Tensor | None = None,
         cache: GrowingCache | None = None,
     ) -> tuple[Tensor, Attended]:
         """x [B, T, width] after the branch, and what the attention reports."""
@@ -61,7 +61,7 @@ class AttentionBranch(nn.Module):
             self.residual.enter(x),
             context,
             query_lengths=sight.query_lengths,
-            key_lengths=sight.key_lengths,
+            key_lengths=key_lengths,
             cache=cache,
             record=sight.record,
             sample_rows=sight.sample_rows,
@@ -92,9 +92,11 @@ class EncoderLayer(nn.Module):
         self.self_attention = _self_attention(config, "encoder", gamma)
         self.memory = _memory(config)
 
-    def forward(self, x: Tensor, sight: Sight) -> tuple[Tensor, Attended]:
+    def forward(
+        self, x: Tensor, sight: Sight, key_lengths: Tensor | None = None
+    ) -> tuple[Tensor, Attended]:
         """x [B, S, width] after the layer, and what its attention reports."""
-        x, report = self.self_attention(x, sight)
+        x, report = self.self_attention(x, sight, key_lengths=key_lengths)
         return self.memory(x), report
 
 
@@ -127,7 +129,7 @@ class DecoderLayer(nn.Module):
         if self.cross_attention is not None:
             if isinstance(source, Tensor):
                 source = self.project_source(source)
-            x, cross = self.cross_attention(x, sight._replace(key_lengths=source_lengths), source)
+            x, cross = self.cross_attention(x, sight, source, source_lengths)
         return self.memory(x), own, cross
 
     def project_source(self, hidden: Tensor) -> KeyValues:

@@ -29,7 +29,7 @@ class ReLUFormerLM(Model):
         sample_rows: int | None = None,
     ) -> Output:
         """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end."""
-        sight = Sight(lengths, None, record, sample_rows)
+        sight = Sight(lengths, record, sample_rows)
         x = self.embed(tokens, self.target_embedding)
         readings: list[Reading] = []
         for index, layer in enumerate(self.decoder):

@@ -59,7 +59,7 @@ class ReLUFormer(Model):
         every attention, of all query rows or of a random sample of `sample_rows`.
         """
         encoded = self.encode(source, source_lengths, record=record, sample_rows=sample_rows)
-        sight = Sight(target_lengths, None, record, sample_rows)
+        sight = Sight(target_lengths, record, sample_rows)
         x = self.embed(target, self.target_embedding)
         readings = list(encoded.readings)
         for index, layer in enumerate(self.decoder):
@@ -76,11 +76,11 @@ class ReLUFormer(Model):
         sample_rows: int | None = None,
     ) -> Encoded:
         """Hidden states [B, S, width] of source [B, S]."""
-        sight = Sight(source_lengths, source_lengths, record, sample_rows)
+        sight = Sight(source_lengths, record, sample_rows)
         x = self.embed(source, self.source_embedding)
         readings: list[Reading] = []
         for index, layer in enumerate(self.encoder):
-            x, report = layer(x, sight)
+            x, report = layer(x, sight, source_lengths)
             readings += reading("encoder", index, report)
         return Encoded(self.encoder_norm(x), source_lengths, tuple(readings))
 

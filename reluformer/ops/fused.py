@@ -47,7 +47,7 @@ def run(
     assert rule is not None
     q, k = call.q, call.k
     if attention.cosine:
-        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+        q, k = (functional.normalize(t.float(), dim=-1).to(t.dtype) for t in (q, k))
     heads = q.shape[1]
     output, _, _ = kernel()(
         q,
@@ -65,7 +65,10 @@ def run(
         dropout_p=call.dropout_p,
         statistics=False,
     )
-    return AttentionResult(attention.finish_with(output, options), None, None)
+    if attention.finish is not None:
+        # Norms and gates are computed in float32, as in the reference.
+        output = attention.finish_with(output.float(), options)
+    return AttentionResult(output.to(call.q.dtype), None, None)
 
 
 def triton_supports(call: Call, rule: Rectified) -> str | None:

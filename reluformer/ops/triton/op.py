@@ -31,26 +31,33 @@ _NUMBERS = (
 def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> str | None:
     """None if the kernels can run this call (q [B, H, Tq, D] or [N, H, D]), else the reason.
 
-    Neither Triton nor a GPU is needed to ask.
+    Neither Triton nor a GPU is needed to ask, and a compiler can trace the question.
     """
-    if importlib.util.find_spec("triton") is None:
-        return "impl='triton' needs the package triton, which is not installed."
-    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"impl='triton' needs CUDA tensors, and q is on {q.device}."
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
-        return "impl='triton' needs a GPU of compute capability 8.0 or newer."
+    missing = _missing(q.device.type)
+    if missing is not None:
+        return missing
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        return (
-            "impl='triton' takes q, k and v of one type out of bfloat16, float16 and float32, "
-            f"not {q.dtype}, {k.dtype}, {v.dtype}."
-        )
+        return f"q, k and v must be bfloat16, float16 or float32, got {q.dtype}"
     for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if width not in WIDTHS:
-            return f"impl='triton' takes head widths {WIDTHS}, and {name} has {width}."
+            return f"head widths must be one of {WIDTHS}, and {name} has {width}"
     if power not in (1, 2):
-        return f"impl='triton' takes power 1 or 2, not {power}."
+        return f"power must be 1 or 2, got {power}"
     if not scale > 0:
-        return f"impl='triton' needs a positive scale, not {scale}."
+        return f"scale must be positive, got {scale}"
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _missing(device: str) -> str | None:
+    """What this machine lacks, which does not change while it runs."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device != "cuda":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else f"the kernels need CUDA tensors, and q is on {device}"
+    if torch.cuda.get_device_capability()[0] < 8:
+        return "the GPU's compute capability must be 8.0 or newer"
     return None
 
 
