@@ -46,8 +46,9 @@ def run(
     rule = _rule(attention, options)
     assert rule is not None
     q, k = call.q, call.k
+    wide = torch.promote_types(q.dtype, torch.float32)
     if attention.cosine:
-        q, k = (functional.normalize(t.float(), dim=-1).to(t.dtype) for t in (q, k))
+        q, k = (functional.normalize(t.to(wide), dim=-1).to(t.dtype) for t in (q, k))
     heads = q.shape[1]
     output, _, _ = kernel()(
         q,
@@ -67,7 +68,7 @@ def run(
     )
     if attention.finish is not None:
         # Norms and gates are computed in float32, as in the reference.
-        output = attention.finish_with(output.float(), options)
+        output = attention.finish_with(output.to(wide), options)
     return AttentionResult(output.to(call.q.dtype), None, None)
 
 
