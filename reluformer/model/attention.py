@@ -56,6 +56,8 @@ class MultiHeadAttention(nn.Module):
         if attention.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_width)
             self.key_norm = nn.RMSNorm(config.head_width)
+        if attention.output_norm:
+            self.output_norm = nn.RMSNorm(config.head_width)
         self.persistent: KeyValueMemory | None = None
         if persistent:
             self.persistent = KeyValueMemory(
@@ -144,7 +146,10 @@ class MultiHeadAttention(nn.Module):
             valid = _valid_rows(query_lengths, q.shape[2], q.device)
             if sample_rows is not None:
                 stats, valid = self._sampled(q, keys, visibility, options, valid, sample_rows)
-        output = self.out(_merge(_rows_to_beams(result.output, beams)))
+        heads = _rows_to_beams(result.output, beams)
+        if self.config.output_norm:
+            heads = self.output_norm(heads).to(heads.dtype)
+        output = self.out(_merge(heads))
         return Attended(output, stats, valid, result.weights)
 
     def _options(self, x: Tensor) -> dict[str, Any]:

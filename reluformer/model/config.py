@@ -28,6 +28,9 @@ class AttentionConfig:
     threshold_init: float = 0.0
     qk_norm: bool = False
     """RMS-normalise queries and keys in each head, with a learned gain."""
+    output_norm: bool = False
+    """RMS-normalise the output of each head, with a learned gain: a control for the attentions
+    that do so by definition, and a scale-free ReLU attention."""
     dropout: float = 0.0
     """Dropout on the weights."""
     options: dict[str, Any] = field(default_factory=dict)

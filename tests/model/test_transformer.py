@@ -11,7 +11,12 @@ from tests.model.factory import batch, small, tokens
 
 SHAPES = [
     {"norm": "pre", "positions": "rotary", "kv_heads": 2, "attention_qk_norm": True},
-    {"norm": "post", "positions": "sinusoidal", "tie_embeddings": False},
+    {
+        "norm": "post",
+        "positions": "sinusoidal",
+        "tie_embeddings": False,
+        "attention_output_norm": True,
+    },
 ]
 
 
