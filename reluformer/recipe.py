@@ -16,6 +16,7 @@ from reluformer.config import build, override, to_dict
 from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.model.config import ModelConfig
+from reluformer.search.config import SearchConfig
 
 GENERATED = ("sample", "reverse", "copy")
 """Data that is made in memory and needs no preparation."""
@@ -185,35 +186,26 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
-    """How the finished model translates unless told otherwise."""
-
-    beam: int = 5
-    length_penalty: float = 1.0
-    """Scores are divided by length to this power."""
-
-    def __post_init__(self) -> None:
-        _at_least(1, self, "beam")
-
-
-@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a run. `model` lacks what the tokenizer decides."""
 
     data: DataConfig
     model: ModelConfig
     train: TrainConfig = field(default_factory=TrainConfig)
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    decode: SearchConfig = field(default_factory=SearchConfig)
+    """How the finished model translates unless told otherwise."""
 
     def __post_init__(self) -> None:
         if self.model.encoder_layers < 1:
             raise UserError(
                 f"model.encoder_layers must be at least 1, got {self.model.encoder_layers}"
             )
-        if self.train.batch_tokens < self.data.max_length:
+        # Batches round lengths up to multiples of 8.
+        longest = -(-self.data.max_length // 8) * 8
+        if self.train.batch_tokens < longest:
             raise UserError(
-                f"train.batch_tokens must be at least data.max_length = {self.data.max_length}, "
-                f"got {self.train.batch_tokens}"
+                f"train.batch_tokens must be at least {longest} to hold one example of "
+                f"data.max_length = {self.data.max_length}, got {self.train.batch_tokens}"
             )
 
     def model_with(self, vocabulary: int) -> ModelConfig:

@@ -3,13 +3,22 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import numpy as np
 import torch
 
 from reluformer.data.batches import Batches
+from reluformer.data.corpus import Side
+from reluformer.data.tokenizer import SEP, Tokenizer
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
+from reluformer.search import SearchConfig, search
+from reluformer.train.data import Split
 from reluformer.train.distributed import Processes
 from reluformer.train.step import inputs
+
+_GREEDY = SearchConfig(beam=1)
+# Examples that are translated together; more would only wait for the longest.
+_TOGETHER = 64
 
 
 @contextmanager
@@ -39,3 +48,37 @@ def dev_loss(
             total += translation_loss(logits, here.target_out, pad_id=model.config.pad_id)[1]
             tokens += batch.target_tokens
     return float(group.add(total)) / tokens
+
+
+def dev_bleu(model: ReLUFormer, tokenizer: Tokenizer, split: Split, examples: int) -> float:
+    """BLEU of greedy translations of `examples` examples, spread evenly over the split.
+
+    Every process computes the same: shards of a model must decode in step.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    spans = split.packing.spans
+    count = min(examples, len(spans))
+    chosen = spans[np.linspace(0, len(spans) - 1, count).round().astype(int)]
+    sources = [_ids(split.corpus.source, *span) for span in chosen.tolist()]
+    references = [_ids(split.corpus.target, *span) for span in chosen.tolist()]
+    # Translations of single sentences have one sentence.
+    banned = () if (np.diff(chosen) > 1).any() else (SEP,)
+    found: dict[int, list[int]] = {}
+    order = sorted(range(count), key=lambda index: len(sources[index]))
+    with evaluating(model):
+        for start in range(0, count, _TOGETHER):
+            part = order[start : start + _TOGETHER]
+            hypotheses = search(model, [sources[i] for i in part], _GREEDY, banned=banned)
+            found.update(zip(part, (hypothesis.tokens for hypothesis in hypotheses), strict=True))
+    texts = [
+        [" ".join(tokenizer.decode_document(ids)) for ids in side]
+        for side in ([found[index] for index in range(count)], references)
+    ]
+    return float(BLEU().corpus_score(texts[0], [texts[1]]).score)
+
+
+def _ids(side: Side, first: int, end: int) -> list[int]:
+    """Ids of a span of sentences with separators between them."""
+    ids: list[int] = side.tokens[side.offsets[first] : side.offsets[end] - 1].tolist()
+    return ids

@@ -71,11 +71,10 @@ class Parallel:
     """The model itself; its parameters are shards where weights are divided."""
     forward: Callable[..., Any]
     """What to call in place of the model while training."""
-    _last_only: Callable[[bool], AbstractContextManager[None]]
-
-    def sharing(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a part of a step: gradients are shared after the last."""
-        return self._last_only(last)
+    sharing: Callable[[bool], AbstractContextManager[None]]
+    """Around forward and backward of a part of a step: gradients are shared if it is the last."""
+    whole_model: Callable[[], AbstractContextManager[None]] = nullcontext
+    """While the model is used in other ways than by calling it: every process holds all of it."""
 
 
 def parallelise(model: ReLUFormer, config: TrainConfig, group: Processes) -> Parallel:
@@ -84,10 +83,7 @@ def parallelise(model: ReLUFormer, config: TrainConfig, group: Processes) -> Par
         return Parallel(model, model, lambda last: nullcontext())
     if config.parallel == "shard":
         return _shard(model)
-    # Buffers are fixed after calibration, which is the same in every process.
-    replica = nn.parallel.DistributedDataParallel(
-        model, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     return Parallel(model, replica, lambda last: nullcontext() if last else replica.no_sync())
 
 
@@ -111,7 +107,7 @@ def alike(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _shard(model: ReLUFormer) -> Parallel:
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
@@ -121,25 +117,30 @@ def _shard(model: ReLUFormer) -> Parallel:
             )
     # It warns of in-place changes to a layer's output, of which the model makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for layer in model.encoder:
-        fully_shard(layer)
-    for layer in model.decoder:
-        # The source's keys and values are projected before the layer itself runs.
-        cross = layer.cross_attention.attention  # type: ignore[union-attr]
-        fully_shard(cross)  # type: ignore[arg-type]
-        register_fsdp_forward_method(cross, "project")  # type: ignore[arg-type]
+    for layer in [*model.encoder, *model.decoder]:
         fully_shard(layer)
     fully_shard(model)
-    for method in ("encode", "start", "decode"):
-        register_fsdp_forward_method(model, method)
-    assert isinstance(model, FSDPModule)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     @contextmanager
     def last_only(last: bool) -> Iterator[None]:
-        model.set_requires_gradient_sync(last)
+        units[0].set_requires_gradient_sync(last)
         yield
 
-    return Parallel(model, model, last_only)
+    @contextmanager
+    def whole_model() -> Iterator[None]:
+        for unit in units:
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                # The outermost unit is needed again at once when it has run: it never reshards.
+                unit.set_reshard_after_forward(unit is not units[0], recurse=False)
+                unit.reshard()
+
+    return Parallel(model, model, last_only, whole_model)
 
 
 def _device(config: TrainConfig, local_rank: int) -> torch.device:

@@ -18,7 +18,7 @@ from reluformer.model.losses import translation_loss
 from reluformer.recipe import Recipe
 from reluformer.train import folder
 from reluformer.train.data import TrainingData, load_data
-from reluformer.train.dev import dev_loss
+from reluformer.train.dev import dev_bleu, dev_loss
 from reluformer.train.distributed import Processes, processes
 from reluformer.train.divergence import Guard
 from reluformer.train.finish import final_weights, write_model
@@ -89,11 +89,10 @@ class _Loop:
         listener: Reporter,
     ) -> None:
         self.recipe, self.config, self.run, self.group = recipe, recipe.train, run, group
-        self.listener = listener
+        self.data, self.listener = data, listener
         self.learner, self.state, attention = begin(recipe, run, group, data, model)
         compiled = compiles(self.config, group.device)
         self.batches = data.train.batches(recipe, fixed_shapes=compiled)
-        self.dev = None if data.dev is None else data.dev.batches(recipe)
         self.autocast = autocast(self.config, group.device)
         self.objective = Objective(
             self.config,
@@ -149,7 +148,7 @@ class _Loop:
         """Whether numbers leave the device after this step."""
         config = self.config
         intervals = (config.log_every, config.checkpoint_every, config.dev_every, config.bleu_every)
-        return step == config.steps or any(every and step % every == 0 for every in intervals)
+        return any(_due(every, step, config.steps) for every in intervals)
 
     def _look(self, state: RunState, losses: StepLosses) -> RunState:
         """Check, measure, report and save after a step; nothing bad is ever saved."""
@@ -166,20 +165,31 @@ class _Loop:
         return state
 
     def _measure(self, state: RunState) -> tuple[RunState, dict[str, float]]:
-        """Dev loss where it is due, and what follows from it."""
-        every = self.config.dev_every
-        if every is None or (state.step % every and state.step != self.config.steps):
-            return state, {}
-        assert self.dev is not None
-        nll = dev_loss(self.learner.model, self.dev, self.group, self.autocast)
-        if state.best_nll is None or nll < state.best_nll:
-            state = dataclasses.replace(state, best_nll=nll, best_step=state.step, stale=0)
-        else:
-            stale = state.stale + 1
-            patience = self.config.patience
-            stopped = patience is not None and stale >= patience
-            state = dataclasses.replace(state, stale=stale, stopped=stopped)
-        return state, {"nll": nll}
+        """Dev loss and BLEU where they are due, and what follows from the loss."""
+        config, measured = self.config, {}
+        if _due(config.dev_every, state.step, config.steps):
+            nll = self._dev_loss()
+            measured["nll"] = nll
+            if state.best_nll is None or nll < state.best_nll:
+                state = dataclasses.replace(state, best_nll=nll, best_step=state.step, stale=0)
+            else:
+                stale = state.stale + 1
+                stopped = config.patience is not None and stale >= config.patience
+                state = dataclasses.replace(state, stale=stale, stopped=stopped)
+        if _due(config.bleu_every, state.step, config.steps):
+            measured["bleu"] = self._dev_bleu()
+        return state, measured
+
+    def _dev_loss(self) -> float:
+        assert self.data.dev is not None
+        batches = self.data.dev.batches(self.recipe)
+        return dev_loss(self.learner.model, batches, self.group, self.autocast)
+
+    def _dev_bleu(self) -> float:
+        data = self.data
+        assert data.dev is not None
+        with self.learner.parallel.whole_model():
+            return dev_bleu(self.learner.model, data.tokenizer, data.dev, self.config.bleu_examples)
 
     def _report(
         self,
@@ -210,9 +220,9 @@ class _Loop:
             self.listener.say(f"warning: {warning}")
 
     def _saves(self, state: RunState) -> bool:
-        due = state.step % self.config.checkpoint_every == 0
         best = self.config.final == "best" and state.best_step == state.step
-        return due or best or state.stopped or state.step == self.config.steps
+        due = _due(self.config.checkpoint_every, state.step, self.config.steps)
+        return due or best or state.stopped
 
     def _save(self, state: RunState) -> None:
         tensors = self.learner.tensors()
@@ -234,6 +244,11 @@ class _Loop:
     def _write(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(record)
+
+
+def _due(every: int | None, step: int, last: int) -> bool:
+    """Whether `step` is one of every so many, or the last."""
+    return every is not None and (step % every == 0 or step == last)
 
 
 def _show(attention: Attention) -> str:

@@ -62,7 +62,7 @@ class Objective:
         total = torch.zeros(4, device=self.group.device)
         readings: tuple[Reading, ...] = ()
         for number, batch in enumerate(batches, 1):
-            with parallel.sharing(last=number == len(batches)):
+            with parallel.sharing(number == len(batches)):
                 part, readings = self._part(parallel, batch, tokens, step, watch)
                 # Peers average their gradients; sums are wanted.
                 (part[0] * self.group.world).backward()  # type: ignore[no-untyped-call]

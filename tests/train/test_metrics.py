@@ -1,0 +1,80 @@
+"""Each step once in the metrics; statistics as defined; lines a person can read."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reluformer.errors import UserError
+from reluformer.model.readings import Reading
+from reluformer.ops.stats import summarise
+from reluformer.train import train
+from reluformer.train.distributed import Processes
+from reluformer.train.metrics import Metrics
+from reluformer.train.statistics import Meter, attention_statistics
+from tests.train.tiny import tiny
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def test_lines_beyond_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in range(5)]
+    path.write_text("".join(lines) + '{"step": 5, "lo')
+    metrics = Metrics(path, after=3)
+    metrics.write({"step": 4, "loss": 7.0})
+    metrics.sync()
+    assert path.read_text() == "".join(lines[:4]) + '{"step": 4, "loss": 7.0}\n'
+
+
+def test_a_line_without_its_end_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    Metrics(path, after=2)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    with pytest.raises(UserError, match=r"train.tensorboard is true, but .* reluformer\[track\]"):
+        Metrics(tmp_path / "metrics.jsonl", after=0, tensorboard=True)
+
+
+def test_statistics_are_means_over_real_rows() -> None:
+    weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [9.0, 9.0, 9.0, 9.0]])
+    visible = torch.tensor([[True] * 4, [True, True, False, False], [True] * 4])
+    stats = summarise(weights.view(1, 1, 3, 4), visible)
+    valid = torch.tensor([True, True, False]).view(1, 1, 3)
+    readings = [Reading("cross", layer, stats, valid, None) for layer in range(2)]
+    found = attention_statistics(readings, ALONE)["cross"]
+    assert found.row_sum == pytest.approx(0.5)
+    assert found.entropy == pytest.approx(torch.tensor(2.0).log().item() / 2)
+    assert found.zeros == pytest.approx((0.5 + 1.0) / 2)
+    assert found.dead_rows == pytest.approx(0.5)
+    assert str(found) == "sum 0.50 H 0.35 zeros 75% dead 50.0%"
+    assert attention_statistics([], ALONE) == {}
+
+
+def test_the_meter_gives_means_and_starts_again() -> None:
+    meter = Meter(ALONE)
+    for step in (1.0, 3.0):
+        meter.add(torch.full((4,), step), torch.tensor(10 * step), tokens=7)
+    assert meter.tokens == 14
+    assert meter.read() == (2.0, 2.0, 2.0, 2.0, 20.0)
+    meter.add(torch.tensor([1.0, torch.nan, 1.0, 1.0]), torch.tensor(1.0), tokens=1)
+    assert torch.tensor(meter.read().nll).isnan() and meter.tokens == 0
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(steps=2, dev_every=2, log_every=2), tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("attention at the start | cross sum 0.6")
+    assert lines[1].startswith("step 2 loss ") and " tok/s | cross sum " in lines[1]
+    assert lines[2].startswith("step 2 dev nll ") and lines[2].endswith("(best)")
+    assert lines[3].startswith("finished at step 2")
+    train(tiny(steps=2, dev_every=2, log_every=2), tmp_path)
+    assert capsys.readouterr().err == ""
