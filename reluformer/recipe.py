@@ -32,6 +32,7 @@ _FREE_FIELDS = {
         "bleu_examples",
         "compile",
         "device",
+        "graphs",
         "keep",
         "log_every",
         "parallel",
@@ -146,6 +147,8 @@ class TrainConfig:
     """None: bfloat16 autocast on a GPU, float32 on a CPU."""
     compile: bool | None = None
     """Compile the layers; None: on a GPU."""
+    graphs: bool | None = None
+    """Record each shape of batch as a CUDA graph; None: on one GPU."""
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run on a GPU."""
     device: Literal["cpu", "cuda"] | None = None

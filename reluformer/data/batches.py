@@ -9,7 +9,7 @@ r + 2R and so on. A position in the data is (epoch, index of the next batch).
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil, log2
 
@@ -23,6 +23,8 @@ from reluformer.errors import UserError
 
 # Rows per batch are a multiple of this where so many fit: it suits hardware and process counts.
 _ROWS_MULTIPLE = 8
+
+_TENSOR_FIELDS = ("source", "source_lengths", "target_in", "target_out", "target_lengths")
 
 Position = tuple[int, int]
 
@@ -49,17 +51,19 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`; copies from pinned memory do not block."""
-        tensors = {n: t.to(device, non_blocking=True) for n, t in self._tensors().items()}
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        return self.with_tensors([t.to(device, non_blocking=True) for t in self.tensors()])
 
     def pin(self) -> "Batch":
         """The same batch in page-locked memory."""
-        tensors = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        return replace(self, **tensors)  # type: ignore[arg-type]
+        return self.with_tensors([tensor.pin_memory() for tensor in self.tensors()])
 
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in the order of their fields."""
+        return [getattr(self, name) for name in _TENSOR_FIELDS]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Batch":
+        """The same batch with other tensors, in the order of `tensors()`."""
+        return replace(self, **dict(zip(_TENSOR_FIELDS, tensors, strict=True)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

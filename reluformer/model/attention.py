@@ -191,7 +191,8 @@ class MultiHeadAttention(nn.Module):
         sample_rows: int,
     ) -> tuple[Stats, Tensor]:
         """Statistics and validity of a random sample of the query rows, without replacement."""
-        rows = torch.randperm(q.shape[2], device=q.device)[:sample_rows]
+        # `randperm` cannot be recorded in a CUDA graph; sorting random numbers can.
+        rows = torch.rand(q.shape[2], device=q.device).argsort()[:sample_rows]
         visible = visibility.table(q.shape[2], keys.shape[2], q.device)
         if visible is not None and visible.shape[-2] > 1:
             visible = visible[..., rows, :]

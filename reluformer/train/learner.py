@@ -40,7 +40,8 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # A recorded step adds to gradients where they lay when it was recorded.
+        self.optimizer.zero_grad(set_to_none=not replays(self.config, self.group))
         if self.config.ema is not None:
             # Early on, a short memory forgets the random start.
             decay = min(self.config.ema, (1 + step) / (10 + step))
@@ -97,6 +98,12 @@ class Learner:
 def compiles(config: TrainConfig, device: torch.device) -> bool:
     """Whether the recipe asks for compiled layers on this device."""
     return device.type == "cuda" if config.compile is None else config.compile
+
+
+def replays(config: TrainConfig, group: Processes) -> bool:
+    """Whether the recipe asks for CUDA graphs, and this run can use them."""
+    possible = group.device.type == "cuda" and group.world == 1
+    return possible if config.graphs is None else possible and config.graphs
 
 
 def compile_layers(model: ReLUFormer) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from reluformer import checkpoint
 from reluformer.checkpoint import RunState
@@ -22,7 +23,8 @@ from reluformer.train.dev import dev_bleu, dev_loss
 from reluformer.train.distributed import Processes, processes
 from reluformer.train.divergence import Guard
 from reluformer.train.finish import final_weights, write_model
-from reluformer.train.learner import compiles
+from reluformer.train.graph import Graphs
+from reluformer.train.learner import compiles, replays
 from reluformer.train.metrics import Metrics
 from reluformer.train.report import Reporter, reporter
 from reluformer.train.schedule import learning_rate, step_seed
@@ -92,7 +94,8 @@ class _Loop:
         self.data, self.listener = data, listener
         self.learner, self.state, attention = begin(recipe, run, group, data, model)
         compiled = compiles(self.config, group.device)
-        self.batches = data.train.batches(recipe, fixed_shapes=compiled)
+        fixed_shapes = compiled or replays(self.config, group)
+        self.batches = data.train.batches(recipe, fixed_shapes=fixed_shapes)
         self.autocast = autocast(self.config, group.device)
         self.objective = Objective(
             self.config,
@@ -101,6 +104,8 @@ class _Loop:
             self.autocast,
             torch.compile(translation_loss, dynamic=False) if compiled else translation_loss,
         )
+        if replays(self.config, group):
+            self.objective = dataclasses.replace(self.objective, replay=Graphs(self._add_gradients))
         lowest = self.state.lowest
         self.guard = Guard(self.config.explosion, math.inf if lowest is None else lowest)
         self.meter = Meter(group)
@@ -112,6 +117,9 @@ class _Loop:
             tensorboard = self.config.tensorboard
             self.metrics = Metrics(run / folder.METRICS, after=after, tensorboard=tensorboard)
         self._greet(attention)
+
+    def _add_gradients(self, batch: Batch, numbers: Tensor) -> Tensor:
+        return self.objective.add_gradients(self.learner.parallel, batch, numbers)[0]
 
     def learn(self) -> RunState:
         """Take the steps that are left; return the state after the last."""

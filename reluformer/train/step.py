@@ -45,6 +45,8 @@ class Objective:
     group: Processes
     autocast: Callable[[], AbstractContextManager[object]]
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = translation_loss
+    replay: Callable[[Batch, Tensor], Tensor] | None = None
+    """Stands in for `add_gradients` where no readings are wanted."""
 
     @cached_property
     def regularised(self) -> frozenset[str]:
@@ -62,17 +64,26 @@ class Objective:
         total = torch.zeros(4, device=self.group.device)
         readings: tuple[Reading, ...] = ()
         for number, batch in enumerate(batches, 1):
+            share = batch.target_tokens / tokens
+            warm = regulariser_share(self.config, step)
+            # On the device, because a recorded step sees new numbers only there.
+            numbers = torch.tensor([1 / tokens, share, share * warm]).to(self.group.device)
             with parallel.sharing(number == len(batches)):
-                part, readings = self._part(parallel, batch, tokens, step, watch)
-                # Peers average their gradients; sums are wanted.
-                (part[0] * self.group.world).backward()  # type: ignore[no-untyped-call]
-            total += part.detach()
+                if self.replay is not None and not watch:
+                    total += self.replay(batch, numbers)
+                else:
+                    part, readings = self.add_gradients(parallel, batch, numbers, watch=watch)
+                    total += part
         return StepLosses(total, readings if watch else ())
 
-    def _part(
-        self, parallel: Parallel, batch: Batch, tokens: int, step: int, watch: bool
+    def add_gradients(
+        self, parallel: Parallel, batch: Batch, numbers: Tensor, *, watch: bool = False
     ) -> tuple[Tensor, tuple[Reading, ...]]:
-        """One batch's contribution [4] to the step's losses, and its readings."""
+        """Add one batch's gradients; its contribution [4] to the step's losses, and its readings.
+
+        `numbers` [3] are 1 / (tokens of the step), the batch's share of them, and that share times
+        how far the regularisers have warmed up.
+        """
         sample_rows = self.config.sample_rows
         if not self.regularised:
             sample_rows = sample_rows or _WATCHED_ROWS
@@ -90,13 +101,14 @@ class Objective:
             )
         readings = real_rows(output.readings, batch)
         normalisation, entropy = self._regularisers(readings)
-        share = regulariser_share(self.config, step) * batch.target_tokens / tokens
-        loss = smooth / tokens + share * (
+        per_token, share, warm_share = numbers.unbind()
+        loss = smooth * per_token + warm_share * (
             self.config.normalisation_weight * normalisation + self.config.entropy_weight * entropy
         )
-        weight = batch.target_tokens / tokens
-        parts = [loss, nll / tokens, weight * normalisation.detach(), weight * entropy.detach()]
-        return torch.stack(parts), readings
+        # Peers average their gradients; sums are wanted.
+        (loss * self.group.world).backward()  # type: ignore[no-untyped-call]
+        parts = [loss, nll * per_token, share * normalisation, share * entropy]
+        return torch.stack([part.detach() for part in parts]), readings
 
     def _regularisers(self, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
         counted = [reading for reading in readings if reading.site in self.regularised]
@@ -121,7 +133,5 @@ def inputs(batch: Batch) -> dict[str, Tensor]:
 
 def real_rows(readings: Sequence[Reading], batch: Batch) -> tuple[Reading, ...]:
     """`readings` without the rows that only fill the batch's shape."""
-    if len(batch.examples) == len(batch.source):
-        return tuple(readings)
     real = (batch.target_lengths > 0).view(-1, 1, 1)
     return tuple(reading._replace(valid=reading.valid & real) for reading in readings)
