@@ -63,7 +63,7 @@ class Graphs:
         own = [tensor.clone() for tensor in batch.tensors()]
         mine, my_numbers = batch.with_tensors(own), numbers.clone()
         # Graphs never run at the same time, so that all of them can use the same memory.
-        # The thread that prepares batches allocates memory meanwhile, which is none of our business.
+        # The thread that prepares batches allocates memory meanwhile: no concern of this one.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             losses = self._work(mine, my_numbers)
         self._pool = graph.pool()
