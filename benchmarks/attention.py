@@ -89,8 +89,6 @@ def candidates(kernel: Kernel, width: int, causal: bool, quick: bool) -> list[Ti
                  (128, 64, 4, 2), (128, 128, 8, 2)],
         "queries": [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2),
                     (128, 64, 4, 2), (64, 128, 4, 2)],
-        "fused": [(64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3),
-                  (128, 64, 8, 2), (128, 128, 8, 2)],
     }  # fmt: skip
     large = {
         "forward": [(256, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3),
@@ -98,13 +96,11 @@ def candidates(kernel: Kernel, width: int, causal: bool, quick: bool) -> list[Ti
         "keys": [(64, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
                  (64, 64, 8, 3)],
         "queries": [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
-        "fused": [(64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2),
-                  (32, 128, 8, 2)],
     }  # fmt: skip
     plain = [Tile(*each) for each in (small if width <= 64 else large)[kernel]]
     if not causal:
         return plain
-    if kernel in ("keys", "fused"):
+    if kernel == "keys":
         return plain + [Tile(*each, prescale=True) for each in _plain(plain[:4])]
     return plain + [Tile(*each, one_loop=True) for each in _plain(plain[:5])]
 
@@ -130,7 +126,7 @@ def options(shape: Shape) -> dict[str, Any]:
     return {
         "scale": shape.width**-0.5, "gamma": 1.0, "length_exponent": 0.5, "power": 1,
         "threshold": 0.0, "causal": shape.causal, "window": None, "key_lengths": None,
-        "mask": None, "dropout_p": 0.0, "statistics": False,
+        "mask": None, "dropout_p": 0.0, "statistics": 0,
     }  # fmt: skip
 
 
@@ -146,14 +142,14 @@ def reference(shape: Shape, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> li
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
-def errors(plan: Plan, shape: Shape, deterministic: bool) -> dict[str, float]:
+def errors(plan: Plan, shape: Shape) -> dict[str, float]:
     """Relative errors of one small call, under whatever tiles are set."""
     torch.manual_seed(0)
     q, k, v, grad = inputs(plan, shape, 1, 2)
     wanted = reference(shape, q, k, v, grad)
     for leaf in (q, k, v):
         leaf.requires_grad_()
-    out, _, _ = op.rectified_attention(q, k, v, **options(shape), deterministic=deterministic)
+    out, _, _ = op.rectified_attention(q, k, v, **options(shape))
     got = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
     return {
         name: float((mine.double() - true).norm() / true.norm())
@@ -176,7 +172,7 @@ def check_tile(job: tuple[Plan, Kernel, int, bool, Tile]) -> dict[str, Any]:
     entry = {"kernel": kernel, "width": width, "causal": causal, "tile": asdict(tile)}
     try:
         with tiles.override({kernel: tile} if plan.device == "cuda" else {**_toy(), kernel: tile}):
-            found = errors(plan, shape, deterministic=kernel != "fused")
+            found = errors(plan, shape)
     except Exception as problem:
         return {**entry, "ok": False, "error": f"{type(problem).__name__}: {problem}"[:300]}
     return {**entry, "ok": within_bounds(found), "errors": found}
@@ -184,7 +180,7 @@ def check_tile(job: tuple[Plan, Kernel, int, bool, Tile]) -> dict[str, Any]:
 
 def _toy() -> dict[Kernel, Tile]:
     tile = Tile(16, 16, 4, 1)
-    return {"forward": tile, "keys": tile, "queries": tile, "fused": tile}
+    return {"forward": tile, "keys": tile, "queries": tile}
 
 
 class Clock:
@@ -192,8 +188,10 @@ class Clock:
 
     def __init__(self, plan: Plan) -> None:
         self.cuda = plan.device == "cuda"
+        self.host: dict[str, float] = {}
+        """Microseconds until a call returns, of the last `rounds`."""
 
-    def once(self, call: Callable[[], Any], repeat: int) -> float:
+    def once(self, call: Callable[[], Any], repeat: int, pause_us: float) -> float:
         """Milliseconds per call."""
         if not self.cuda:
             start = time.perf_counter()
@@ -201,7 +199,7 @@ class Clock:
                 call()
             return (time.perf_counter() - start) * 1e3 / repeat
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(int(2000 * pause_us))
         first.record()
         for _ in range(repeat):
             call()
@@ -212,16 +210,32 @@ class Clock:
     def rounds(self, calls: dict[str, Callable[[], Any]], count: int) -> dict[str, list[float]]:
         """Times of every call in `count` interleaved rounds; the order turns by one each."""
         repeats = {}
+        self.host = {}
         for name, call in calls.items():
             call()
-            once = self.once(call, 1)
+            once = self.once(call, 1, 1000.0)
             repeats[name] = max(1, min(20, math.ceil(2.0 / max(once, 1e-3)))) if self.cuda else 1
+            if self.cuda:
+                self.host[name] = self._host(call)
         times: dict[str, list[float]] = {name: [] for name in calls}
         names = list(calls)
         for at in range(count):
             for name in names[at % len(names) :] + names[: at % len(names)]:
-                times[name].append(self.once(calls[name], repeats[name]))
+                pause = 200.0 + 1.5 * repeats[name] * self.host.get(name, 0.0)
+                times[name].append(self.once(calls[name], repeats[name], pause))
         return times
+
+    def _host(self, call: Callable[[], Any]) -> float:
+        """Median microseconds of ten calls behind a pause."""
+        torch.cuda.synchronize()
+        torch.cuda._sleep(40_000_000)
+        found = []
+        for _ in range(10):
+            start = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - start) * 1e6)
+        torch.cuda.synchronize()
+        return statistics.median(found)
 
 
 def calls_for(
@@ -232,17 +246,15 @@ def calls_for(
     leaves = (q, k, v)
     settings = options(shape)
 
-    def ours(statistics: bool = False, deterministic: bool = True) -> Tensor:
-        return op.rectified_attention(
-            q, k, v, **{**settings, "statistics": statistics}, deterministic=deterministic
-        )[0]
+    def ours(statistics: int = 0) -> Tensor:
+        return op.rectified_attention(q, k, v, **{**settings, "statistics": statistics})[0]
 
     def peer(backend: str) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
 
     makers: dict[str, Callable[[], Tensor]] = {
-        "ours": ours, "ours atomic": lambda: ours(deterministic=False),
+        "ours": ours,
         **{name: (lambda backend=backend: peer(backend)) for name, backend in plan.peers},
     }  # fmt: skip
     size = plan.matmul
@@ -256,9 +268,11 @@ def calls_for(
 
         return call
 
-    forward = {name: without_graph(make) for name, make in makers.items() if name != "ours atomic"}
     yield "forward", {
-        **forward, "ours statistics": without_graph(lambda: ours(statistics=True)), **product
+        **{name: without_graph(make) for name, make in makers.items()},
+        "ours row sums": without_graph(lambda: ours(statistics=1)),
+        "ours entropy": without_graph(lambda: ours(statistics=2)),
+        **product,
     }  # fmt: skip
     for leaf in leaves:
         leaf.requires_grad_()
@@ -302,10 +316,14 @@ def measure(
                 del calls[name]
             times = clock.rounds(calls, plan.rounds)
             row[mode] = {
-                name: _entry(name, found, times, counted[mode], plan)
+                name: _entry(name, found, times, counted[mode], plan) | _host(clock, name)
                 for name, found in times.items()
             }
     return row
+
+
+def _host(clock: Clock, name: str) -> dict[str, float]:
+    return {"host us": clock.host[name]} if name in clock.host else {}
 
 
 def _entry(
@@ -339,14 +357,16 @@ def tune(
         q, k, v, None, None, None, None, None, None, None,
         shape.width**-0.5, 1.0, 0.0, 0.5, 1, shape.causal, 0, 0.0, shape.length, shape.length,
     )  # fmt: skip
-    empty = q.new_empty(0, dtype=torch.float32)
-    grads = launch.Gradients(None, empty, grad, None, None)
+    grads = launch.Gradients(None, None, grad, None, None)
     dq, dk, dv = (empty_heads(each, shape.width, zero=False) for each in (q, k, v))
+
+    def key() -> tuple[Any, ...]:
+        return launch.signature((False, *problem[10:]), (*problem.tensors, *grads))
+
     runs: dict[Kernel, Callable[[], Any]] = {
-        "forward": lambda: launch.forward(problem, False),
-        "keys": lambda: launch.key_gradients(problem, grads, dk, dv, fused=False),
-        "queries": lambda: launch.query_gradients(problem, grads, dq, empty, empty),
-        "fused": lambda: launch.key_gradients(problem, grads, dk, dv, fused=True),
+        "forward": lambda: launch.forward(problem, 0),
+        "keys": lambda: launch.key_gradients(problem, grads, key(), dk, dv),
+        "queries": lambda: launch.query_gradients(problem, grads, key(), dq, None, None),
     }
     found: dict[str, list[dict[str, Any]]] = {}
     for kernel, call in runs.items():
@@ -428,7 +448,7 @@ def gate(plan: Plan, sweep: bool) -> list[dict[str, Any]]:
     """Check the default tiles and, for a sweep, every candidate, in parallel worker processes."""
     quick = plan.device == "cpu"
     jobs = []
-    kernels: tuple[Kernel, ...] = ("forward", "keys", "queries", "fused")
+    kernels: tuple[Kernel, ...] = ("forward", "keys", "queries")
     for width in plan.widths:
         for causal in (False, True):
             for kernel in kernels:
@@ -464,20 +484,19 @@ def _in_workers(jobs: list[Any], workers: int) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]], plan: Plan) -> str:
     """The short table that is printed last."""
     peers = [name for name, _ in plan.peers]
-    lines = ["shape                     mode      ours TF  atomic  matmul  "
-             + "  ".join(f"x {name}" for name in peers) + "  atomic x " + peers[0]]  # fmt: skip
+    lines = ["shape                     mode      ours ms  host us  ours TF  matmul  "
+             + "  ".join(f"x {name}" for name in peers)]  # fmt: skip
     for row in rows:
         for mode in ("forward", "backward", "both"):
             found = row.get(mode, {})
-            ours, atomic = found.get("ours"), found.get("ours atomic")
+            ours = found.get("ours")
             if ours is None:
                 lines.append(f"{row['shape']:25} {mode:9} out of bounds: no speed")
                 continue
-            cells = [f"{row['shape']:25} {mode:9} {ours['tflops']:7.1f}"]
-            cells.append(f"{atomic['tflops']:7.1f}" if atomic else "      -")
+            cells = [f"{row['shape']:25} {mode:9} {ours['ms']:7.3f}"]
+            cells += [f"{ours.get('host us', math.nan):8.0f} {ours['tflops']:8.1f}"]
             cells.append(f"{found['matmul']['tflops']:7.1f}")
             cells += [f"{ours.get(f'x {name}', math.nan):7.2f}" for name in peers]
-            cells.append(f"{atomic[f'x {peers[0]}']:7.2f}" if atomic else "")
             lines.append(" ".join(cells))
     return "\n".join(lines)
 
@@ -578,12 +597,9 @@ def refused(
         )
         return allowed.get((kernel, shape.width, shape.causal, tile), False)
 
-    bad = set()
-    if not (fine("forward") and fine("keys") and fine("queries")):
-        bad |= {"ours", "ours statistics"}
-    if not (fine("forward") and fine("fused")):
-        bad.add("ours atomic")
-    return bad
+    if fine("forward") and fine("keys") and fine("queries"):
+        return set()
+    return {"ours", "ours row sums", "ours entropy"}
 
 
 def _guarded(report: dict[str, Any], name: str, work: Callable[[], Any]) -> None:

@@ -35,7 +35,7 @@ class _Plan:
     key_lengths: Tensor | None
     mask: Tensor | None
     dropout_p: float
-    statistics: bool
+    statistics: int
     seed: int
 
 
@@ -63,14 +63,13 @@ def rectified_attention(
     key_lengths: Tensor | None,
     mask: Tensor | None,
     dropout_p: float,
-    statistics: bool,
-    deterministic: bool = True,
+    statistics: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
 
     q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] in float32, float64 or bfloat16; the
-    other arguments and the results are those of `reluformer.ops.triton.op.rectified_attention`
-    (`deterministic` is always honoured). Statistics are float32, float64 for float64 inputs.
+    other arguments and the results are those of `reluformer.ops.triton.op.rectified_attention`.
+    Statistics are float32, float64 for float64 inputs.
     """
     if not scale > 0:
         raise UserError(f"impl='cpu' needs a positive scale, not {scale}.")
@@ -103,7 +102,7 @@ def rectified_attention(
     out = out.flatten(1, 2)
     if not statistics:
         return out, None, None
-    return out, row_sum.flatten(1, 2), log_sum.flatten(1, 2)
+    return out, row_sum.flatten(1, 2), log_sum.flatten(1, 2) if statistics == 2 else None
 
 
 class _Attention(torch.autograd.Function):

@@ -64,7 +64,7 @@ def run(
         key_lengths=call.visibility.key_lengths,
         mask=call.visibility.mask,
         dropout_p=call.dropout_p,
-        statistics=False,
+        statistics=0,
     )
     if attention.finish is not None:
         # Norms and gates are computed in float32, as in the reference.
@@ -99,4 +99,5 @@ def _each_head(value: float | Tensor, heads: int) -> float | Tensor:
     """Numbers as they are, tensors as [H]."""
     if not isinstance(value, Tensor):
         return value
-    return value.to(torch.float32).expand(heads).contiguous()
+    value = value.to(torch.float32)
+    return value if value.shape == (heads,) else value.expand(heads)

@@ -28,7 +28,8 @@ class Case:
     mask: tuple[int, ...] | None = None
     gamma: bool = False
     threshold: tuple[float, ...] | float = 0.0
-    statistics: bool = False
+    statistics: int = 0
+    """0: none, 1: row sums, 2: and sums of w log w."""
 
     def __str__(self) -> str:
         return self.name
@@ -42,14 +43,14 @@ CASES = [
     Case("causal window", causal=True, window=9, gamma=True),
     Case("window wider than the keys", window=99),
     Case("padding", batch=2, key_lengths=(45, 19), power=2),
-    Case("causal padding, nothing", batch=2, key_lengths=(0, 40), causal=True, statistics=True),
-    Case("mask", mask=(1, 2, 29, 45), statistics=True, gamma=True),
-    Case("broadcast mask", batch=2, mask=(2, 1, 1, 45), causal=True),
-    Case("groups", heads=4, kv_heads=2, gamma=True, threshold=(0.4, -0.3, 0.0, 0.2)),
+    Case("causal padding, nothing", batch=2, key_lengths=(0, 40), causal=True, statistics=2),
+    Case("mask", mask=(1, 2, 29, 45), statistics=2, gamma=True),
+    Case("broadcast mask", batch=2, mask=(2, 1, 1, 45), causal=True, statistics=1),
+    Case("groups", heads=4, kv_heads=2, gamma=True, threshold=(0.4, -0.3, 0.0, 0.2), statistics=1),
     Case("one key head", heads=4, kv_heads=1, causal=True, power=2, threshold=-0.2),
-    Case("thresholds", threshold=(0.5, -0.5), statistics=True, key_lengths=(19,)),
-    Case("power two", power=2, statistics=True, gamma=True, threshold=(0.5, -0.5), causal=True),
-    Case("widths", width=32, value_width=16, length_exponent=1.0, gamma=True, statistics=True),
+    Case("thresholds", threshold=(0.5, -0.5), statistics=2, key_lengths=(19,)),
+    Case("power two", power=2, statistics=2, gamma=True, threshold=(0.5, -0.5), causal=True),
+    Case("widths", width=32, value_width=16, length_exponent=1.0, gamma=True, statistics=2),
     Case("one query", queries=1, keys=70, causal=True, gamma=True, threshold=(0.1, -0.1)),
     Case("no length", length_exponent=0.0, threshold=0.3),
 ]
@@ -108,8 +109,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = Tr
     }
     rows = (case.batch, case.heads, case.queries)
     cotangents = [torch.randn(*rows, case.value_width).to(device, dtype)]
-    if case.statistics:
-        cotangents += [torch.randn(rows).to(device, small) for _ in range(2)]
+    cotangents += [torch.randn(rows).to(device, small) for _ in range(case.statistics)]
     return Arguments(leaves, options, cotangents)
 
 
@@ -150,14 +150,12 @@ def weights(leaves: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
 def formula(
     leaves: dict[str, Tensor], options: dict[str, Any], kept: Tensor | float = 1.0
 ) -> list[Tensor]:
-    """[output] or [output, row sums, sums of w log w]; `kept` multiplies what reads v."""
+    """[output, row sums, sums of w log w], as far as asked for; `kept` multiplies what reads v."""
     w = weights(leaves, options)
     v = leaves["v"].repeat_interleave(leaves["q"].shape[1] // leaves["v"].shape[1], 1)
     out = (w * kept) @ v
-    if not options["statistics"]:
-        return [out]
     log = torch.where(w > 0, torch.where(w > 0, w, 1.0).log(), 0.0)
-    return [out, w.sum(-1), (w * log).sum(-1)]
+    return [out, w.sum(-1), (w * log).sum(-1)][: 1 + options["statistics"]]
 
 
 def expected(
@@ -173,12 +171,10 @@ def expected(
     return outputs, dict(zip(leaves, grads, strict=True))
 
 
-def found(
-    function: Callable[..., Any], given: Arguments, **more: Any
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def found(function: Callable[..., Any], given: Arguments) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs and gradients of an implementation."""
     q, k, v = (given.leaves[name] for name in "qkv")
-    outputs = [each for each in function(q, k, v, **given.options, **more) if each is not None]
+    outputs = [each for each in function(q, k, v, **given.options) if each is not None]
     grads = torch.autograd.grad(outputs, list(given.leaves.values()), given.cotangents)
     return outputs, dict(zip(given.leaves, grads, strict=True))
 
@@ -190,11 +186,9 @@ def error(actual: Tensor, wanted: Tensor) -> float:
     return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-6))
 
 
-def check(
-    function: Callable[..., Any], given: Arguments, forward: float, backward: float, **more: Any
-) -> None:
+def check(function: Callable[..., Any], given: Arguments, forward: float, backward: float) -> None:
     """An implementation agrees with the formula, outputs and all gradients."""
-    outputs, grads = found(function, given, **more)
+    outputs, grads = found(function, given)
     wanted_outputs, wanted_grads = expected(given)
     for at, (actual, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
         assert error(actual, wanted) <= forward, f"output {at}: {error(actual, wanted):.2e}"

@@ -27,7 +27,7 @@ def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
 def test_gradcheck(power: int) -> None:
     case = Case(
         "", heads=4, kv_heads=2, queries=9, keys=19, width=4, value_width=3, power=power,
-        causal=True, gamma=True, threshold=(0.1, -0.2, 0.0, 0.3), statistics=True,
+        causal=True, gamma=True, threshold=(0.1, -0.2, 0.0, 0.3), statistics=2,
     )  # fmt: skip
     given = arguments(case, torch.float64, "cpu")
 
@@ -40,7 +40,7 @@ def test_gradcheck(power: int) -> None:
 
 
 def test_dropout_is_the_same_forward_and_backward() -> None:
-    case = Case("", queries=21, keys=32, value_width=32, statistics=True)
+    case = Case("", queries=21, keys=32, value_width=32, statistics=2)
     given = arguments(case, torch.float64, "cpu")
     given.options["dropout_p"] = 0.4
     identity = torch.eye(32, dtype=torch.float64).expand(1, 2, 32, 32)
@@ -60,13 +60,13 @@ def test_dropout_is_the_same_forward_and_backward() -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
 def test_no_queries_or_no_keys(queries: int, keys: int) -> None:
-    given = arguments(Case("", queries=queries, keys=keys, statistics=True), torch.float32, "cpu")
+    given = arguments(Case("", queries=queries, keys=keys, statistics=2), torch.float32, "cpu")
     outputs, grads = found(cpu.rectified_attention, given)
     assert all(not each.any() for each in (*outputs, *grads.values()))
 
 
 def test_only_one_statistic_is_used() -> None:
-    given = arguments(Case("", statistics=True, gamma=True), torch.float64, "cpu")
+    given = arguments(Case("", statistics=2, gamma=True), torch.float64, "cpu")
     q, k, v = (given.leaves[name] for name in "qkv")
     _, row_sum, _ = cpu.rectified_attention(q, k, v, **given.options)
     grads = torch.autograd.grad(row_sum.sum(), (q, k, given.leaves["gamma"]))

@@ -4,8 +4,9 @@
 
 where g and e are the gradients of the row sum and of sum w log w. Nothing but q, k, v and the
 output gradient is read. `keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel`
-a tile of queries (dQ: three); each sums in a fixed order. `keys_kernel` can also add its share of
-dQ to a float32 buffer with atomics, which saves two products and costs repeatability.
+a tile of queries (dQ: three); each sums in a fixed order, so results are repeatable bit by bit.
+(Adding each key tile's share of dQ to a float32 buffer with atomics saves two products, and took
+1.3 to 2 times as long on an H200.)
 """
 
 import triton
@@ -166,12 +167,12 @@ def queries_kernel(
     q,
     k,
     v,
-    out,
     grad_out,
+    dq,
+    out,
     grad_sum,
     grad_log,
     count,
-    dq,
     row_dot,
     row_shift,
     gamma,
@@ -190,15 +191,15 @@ def queries_kernel(
     stride_vb,
     stride_vh,
     stride_vt,
-    stride_ob,
-    stride_oh,
-    stride_ot,
     stride_gb,
     stride_gh,
     stride_gt,
     stride_dqb,
     stride_dqh,
     stride_dqt,
+    stride_ob,
+    stride_oh,
+    stride_ot,
     stride_mb,
     stride_mh,
     stride_mq,
@@ -350,7 +351,6 @@ def _walk_queries(
     grad_sum,
     grad_log,
     count,
-    dq,
     mask,
     gamma,
     low,
@@ -376,9 +376,6 @@ def _walk_queries(
     stride_gb,
     stride_gh,
     stride_gt,
-    stride_dqb,
-    stride_dqh,
-    stride_dqt,
     stride_mq,
     stride_mk,
     stride_sb,
@@ -403,7 +400,6 @@ def _walk_queries(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
-    FUSED: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -476,13 +472,6 @@ def _walk_queries(
             grad *= factor[None, :]
         grad = tl.where(score > 0, grad, 0.0).to(q_tile.dtype)
         dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
-        if FUSED:
-            share = tl.dot(tl.trans(grad), k_tile, input_precision=PRECISION)
-            width = tl.arange(0, D_PAD)
-            base = dq + batch.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
-            pointers = base + (first_q + rows).to(tl.int64)[:, None] * stride_dqt + width[None, :]
-            inside = (rows < n_q)[:, None] & (width < D)[None, :]
-            tl.atomic_add(pointers, share, mask=inside, sem="relaxed")
     return dk_acc, dv_acc
 
 
@@ -492,12 +481,11 @@ def keys_kernel(
     k,
     v,
     grad_out,
+    dk,
+    dv,
     grad_sum,
     grad_log,
     count,
-    dq,
-    dk,
-    dv,
     gamma,
     threshold,
     lengths,
@@ -517,9 +505,6 @@ def keys_kernel(
     stride_gb,
     stride_gh,
     stride_gt,
-    stride_dqb,
-    stride_dqh,
-    stride_dqt,
     stride_dkb,
     stride_dkh,
     stride_dkt,
@@ -563,7 +548,6 @@ def keys_kernel(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
-    FUSED: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -572,8 +556,7 @@ def keys_kernel(
     """dK and dV of a tile of keys, summed over the query heads of its group and all queries.
 
     `ROW_SCALE`: C_i differs between rows, so it is applied in the loop (or, `PRESCALED`, has been
-    multiplied into `grad_out`); otherwise once at the end. `FUSED` adds dQ / C_i to float32 `dq`
-    (dQ itself with `ROW_SCALE`).
+    multiplied into `grad_out`); otherwise once at the end.
     """
     kv_heads = heads // GROUP
     tiles = tl.cdiv(k_length, KEYS)
@@ -601,10 +584,6 @@ def keys_kernel(
         v, batch, kv_head, first_k + col, stride_vb, stride_vh, stride_vt, first_k + n_k,
         KEYS, DV_PAD, DV, TMA, True,
     )  # fmt: skip
-    if FUSED and (HAS_LENGTHS or VARLEN):
-        # Only dQ mixes keys: a key past the end must be a zero row there.
-        k_tile = keep_rows(k_tile, col, end, KEYS)
-        v_tile = keep_rows(v_tile, col, end, KEYS)
     inverse_scale = 1.0 if PRESCALE else 1.0 / scale
     seed_value = tl.load(seed) if DROPOUT else 0
     dk_acc = tl.zeros([KEYS, D_PAD], tl.float32)
@@ -635,15 +614,14 @@ def keys_kernel(
                     start = inner_high
                     stop = high
                 dk_acc, dv_acc = _walk_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, grad_sum, grad_log, count, dq,
+                    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, grad_sum, grad_log, count,
                     mask_head, gamma, start, stop, col, n_q, batch, h, first_q, offset, end, window,
                     cut, scale, unit, length_exponent, seed_value, bh, dropout,
                     stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
-                    stride_dqb, stride_dqh, stride_dqt,
                     stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
                     part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
                     WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, HAS_THRESHOLD, PRESCALE, GRADS, DROPOUT,
-                    ROW_SCALE, PRESCALED, FUSED, TMA, PTX, PRECISION,
+                    ROW_SCALE, PRESCALED, TMA, PTX, PRECISION,
                 )  # fmt: skip
 
     value_factor = 1.0
@@ -699,9 +677,8 @@ def scale_rows_kernel(
     HAS_MASK: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
-    FACTOR: tl.constexpr,
 ):
-    """dst = src times C_i (with `FACTOR`) or times `unit`, in the element type of dst."""
+    """dst = src times C_i."""
     tiles = tl.cdiv(q_length, ROWS)
     row = tl.program_id(0) % tiles * ROWS
     bh = tl.program_id(0) // tiles
@@ -718,19 +695,16 @@ def scale_rows_kernel(
         src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
         ROWS, D_PAD, D, False, True,
     ).to(tl.float32)  # fmt: skip
-    if FACTOR:
-        stats = (
-            batch.to(tl.int64) * stride_sb
-            + h.to(tl.int64) * stride_sh
-            + (first_q + rows).to(tl.int64) * stride_st
-        )
-        factor, _, _ = _row_terms(
-            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma, h,
-            length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
-        )  # fmt: skip
-        tile *= factor[:, None]
-    else:
-        tile *= unit
+    stats = (
+        batch.to(tl.int64) * stride_sb
+        + h.to(tl.int64) * stride_sh
+        + (first_q + rows).to(tl.int64) * stride_st
+    )
+    factor, _, _ = _row_terms(
+        stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma, h,
+        length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
+    )  # fmt: skip
+    tile *= factor[:, None]
     store_tile(
         dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
         stride_ob, stride_oh, stride_ot, first_q + n_q, ROWS, D_PAD, D, False,

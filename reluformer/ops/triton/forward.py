@@ -104,11 +104,12 @@ def _walk(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             v_tile = keep_rows(v_tile, col, end, KEYS)
-        if STATISTICS or DROPOUT or POWER == 2:
+        if STATISTICS >= 1 or DROPOUT or POWER == 2:
             x = tl.maximum(score, 0.0)
             weight = x * x if POWER == 2 else x
-            if STATISTICS:
+            if STATISTICS >= 1:
                 total += tl.sum(weight, 1)
+            if STATISTICS == 2:
                 log_total += tl.sum(weight * log2_positive(x, PTX), 1)
             if DROPOUT:
                 weight *= dropout_factor(seed_value, rows[:, None], cols[None, :], bh, dropout)
@@ -274,8 +275,9 @@ def forward_kernel(
     )
     if HAS_MASK:
         tl.store(count + stats, n, mask=rows < n_q)
-    if STATISTICS:
+    if STATISTICS >= 1:
+        tl.store(row_sum + stats, factor * total, mask=rows < n_q)
+    if STATISTICS == 2:
         log_factor = tl.log2(tl.where(factor > 0, factor, 1.0))
         logs = LN2 * factor * (log_factor * total + POWER * log_total)
-        tl.store(row_sum + stats, factor * total, mask=rows < n_q)
         tl.store(log_sum + stats, logs, mask=rows < n_q)

@@ -7,23 +7,23 @@ from torch import Tensor
 def empty_heads(like: Tensor, width: int, *, zero: bool) -> Tensor:
     """A new [B, H, T, width] in the dimension order of `like` [B, H, T, D].
 
-    A view of [B, T, H, D] gives a view of [B, T, H, width], so that joining the heads copies
-    nothing.
+    The layout of [B, T, H, D] gives that of [B, T, H, width], so that joining the heads copies
+    nothing. The result is no view, so that it may be changed in place.
     """
     batch, heads, rows, _ = like.shape
-    make = like.new_zeros if zero else like.new_empty
     if like.stride(1) < like.stride(2):
-        return make((batch, rows, heads, width)).transpose(1, 2)
-    return make((batch, heads, rows, width))
+        strides = (rows * heads * width, width, heads * width, 1)
+    else:
+        strides = (heads * rows * width, rows * width, width, 1)
+    made = like.new_empty_strided((batch, heads, rows, width), strides)
+    return made.zero_() if zero else made
 
 
-def row_values(q: Tensor, *, packed: bool, wanted: bool) -> Tensor:
-    """New float32 [B, H, Tq] for dense queries, zeros [N, H] for packed ones, empty if not wanted.
+def row_values(q: Tensor, *, packed: bool) -> Tensor:
+    """New float32 [B, H, Tq] for dense queries, zeros [N, H] for packed ones.
 
     Packed queries come as [1, H, N, D]; rows past the last sequence stay zero.
     """
-    if not wanted:
-        return q.new_empty(0, dtype=torch.float32)
     if packed:
         return q.new_zeros((q.shape[2], q.shape[1]), dtype=torch.float32)
     return q.new_empty(tuple(q.shape[:3]), dtype=torch.float32)

@@ -8,9 +8,9 @@ is allowed because the kernels bound whole tiles by both edges.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "keys", "queries", "fused"]
+Kernel = Literal["forward", "keys", "queries"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,6 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
     ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
     ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
-    ("fused", 64, False): [(_LONG, Tile(64, 128, 8, 2))],
-    ("fused", 128, False): [(_LONG, Tile(64, 128, 8, 2))],
-    ("fused", 256, False): [(_LONG, Tile(32, 64, 8, 1))],
 }
 _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 64, False): [(_LONG, Tile(64, 64, 4, 2))],
@@ -64,19 +61,20 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 64, False): [(_LONG, Tile(64, 32, 4, 2))],
     ("queries", 128, False): [(_LONG, Tile(64, 32, 8, 1))],
     ("queries", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
-    ("fused", 64, False): [(_LONG, Tile(32, 64, 4, 1))],
-    ("fused", 128, False): [(_LONG, Tile(32, 64, 8, 1))],
-    ("fused", 256, False): [(_LONG, Tile(16, 32, 4, 1))],
 }
 
 
-@dataclass
-class _Override:
-    tiles: dict[Kernel, Tile]
+class Override(NamedTuple):
+    """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None).
+
+    Compared by value, so that it can be part of a key.
+    """
+
+    tiles: tuple[tuple[Kernel, Tile], ...]
     tma: bool | None
 
 
-_override = _Override({}, None)
+_override = Override((), None)
 
 
 def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) -> Tile:
@@ -84,8 +82,9 @@ def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) ->
 
     `edged` calls (causal, windowed, padded, masked, with dropout) need registers for their masks.
     """
-    if kernel in _override.tiles:
-        return _override.tiles[kernel]
+    for name, tile in _override.tiles:
+        if name == kernel:
+            return tile
     table = _HALF if itemsize == 2 else _SINGLE
     width = max(width, 64)
     rows = table.get((kernel, width, edged)) or table[kernel, width, False]
@@ -104,9 +103,9 @@ def every(kernel: Kernel, width: int, itemsize: int) -> list[Tile]:
     return list(dict.fromkeys(found))
 
 
-def forced_tma() -> bool | None:
-    """Whether an override asks for descriptors (True), pointers (False) or neither (None)."""
-    return _override.tma
+def current() -> Override:
+    """What `override` has set."""
+    return _override
 
 
 @contextmanager
@@ -114,7 +113,7 @@ def override(tiles: dict[Kernel, Tile] | None = None, tma: bool | None = None) -
     """Use these tiles, and descriptors or pointers, inside the block: for tuning and tests."""
     global _override
     before = _override
-    _override = _Override(tiles or {}, tma)
+    _override = Override(tuple((tiles or {}).items()), tma)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from reluformer.ops.triton import launch, tiles
+from reluformer.ops.triton import launch, launcher, tiles
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PATTERNS = {
@@ -58,7 +58,7 @@ def main() -> None:
         found[f"{kernel.__name__} {label}"] = {**counts, "shared": compiled.metadata.shared}
 
     driver.set_active(Hopper())
-    launch.run = compile_only
+    launcher.run = compile_only
     for width, causal in ((64, False), (64, True), (128, False)):
         label = f"width {width}, causal {causal}"
         q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
@@ -66,10 +66,10 @@ def main() -> None:
             q, q, q, None, None, None, None, None, None, None,
             width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, 4096, 4096,
         )  # fmt: skip
-        grads = launch.Gradients(None, torch.empty(0), torch.empty_like(q), None, None)
+        grads = launch.Gradients(None, None, torch.empty_like(q), None, None)
         with tiles.override(tma=True):
-            launch.forward(problem, False)
-            launch.backward(problem, grads, False, True)
+            launch.forward(problem, 0)
+            launch.backward(problem, grads, False)
     print(json.dumps(found))
 
 

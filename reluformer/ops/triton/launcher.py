@@ -1,0 +1,147 @@
+"""Launches that are prepared once: attention on short sequences takes less time than Python does.
+
+Everything about a launch but its pointers follows from the shapes, strides, types and numbers of a
+call. `signature` is all of that as a key; under it `LAUNCHES` keeps a `Launch` with tile, grid,
+scalars and, from the second time on, the compiled kernel itself, called as Triton's own `run` calls
+it after it has bound, specialised and looked up its arguments.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from reluformer.ops.triton import tiles
+from reluformer.ops.triton.problem import interpreting, pad
+
+# The versions of Triton whose compiled kernels are known to take all arguments, constants too.
+_COMPILED_TAKE_ALL = triton.__version__.startswith("3.6.")
+# Lengths vary in training; a forgotten launch costs a fraction of a millisecond once.
+_LIMIT = 4096
+
+LAUNCHES: dict[tuple[Any, ...], "Launch"] = {}
+
+
+def signature(numbers: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """All that a launch depends on: `numbers`, and of the tensors everything but the address.
+
+    Empty if an address is not a multiple of 16 bytes, which asks for other code.
+    """
+    first = tensors[0]
+    assert first is not None
+    precision = torch.get_float32_matmul_precision() if first.dtype == torch.float32 else None
+    key: list[Any] = [numbers, tiles.current(), first.get_device(), precision]
+    addresses = 0
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+        else:
+            addresses |= tensor.data_ptr()
+            key += (tensor.dtype, tensor.shape, tensor.stride())
+    return () if addresses % 16 else tuple(key)
+
+
+def remember(key: tuple[Any, ...], launch: "Launch") -> None:
+    """Keep the launch under the key, unless that is empty."""
+    if key:
+        if len(LAUNCHES) >= _LIMIT:
+            LAUNCHES.clear()
+        LAUNCHES[key] = launch
+
+
+class _Described(NamedTuple):
+    """What a compiled kernel reads of a descriptor: `TensorDescriptor` without its checks."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+
+class Launch:
+    """A kernel, its grid and all of its arguments but the tensors."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        tile: tiles.Tile,
+        programs: int,
+        tiled: Sequence[tuple[Tensor, int]],
+        numbers: Sequence[float],
+        switches: dict[str, Any],
+        *,
+        store_by_pointer: int = 0,
+    ) -> None:
+        """`tiled` are the tensors read or written in tiles of so many rows, in the kernel's order.
+
+        With the switch `TMA` they go through descriptors, but for the last `store_by_pointer`.
+        """
+        self.kernel, self.tile, self.programs, self.switches = kernel, tile, programs, switches
+        self.numbers = (*(step for each, _ in tiled for step in each.stride()[:-1]), *numbers)
+        described = len(tiled) - store_by_pointer if switches.get("TMA") else 0
+        self.views = [_view(tensor, rows) for tensor, rows in tiled[:described]]
+        self.compiled: Any = None
+        self.constants: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Run on the tiled tensors followed by the others, None for those that are not there."""
+        views = self.views
+        if self.compiled is not None:
+            sources: list[Any] = [
+                _Described(tensor, shape, strides, "zero")  # type: ignore[arg-type]
+                for tensor, (shape, strides, _) in zip(tensors, views, strict=False)
+            ]
+            self.compiled(*sources, *tensors[len(views) :], *self.constants)
+            return
+        sources = [
+            TensorDescriptor(tensor, *view) for tensor, view in zip(tensors, views, strict=False)
+        ]
+        args = [*sources, *tensors[len(views) :], *self.numbers]
+        compiled = run(self.kernel, self.programs, args, **self.switches)
+        if compiled is not None and _COMPILED_TAKE_ALL:
+            names = self.kernel.arg_names[len(args) :]
+            self.constants = (*self.numbers, *(self.switches[name] for name in names))
+            self.compiled = compiled[(self.programs, 1, 1)]
+
+
+def run(kernel: Any, programs: int, args: list[Any], **options: Any) -> Any:
+    """Launch on a grid of one dimension (others are limited to 65535 programs)."""
+    return kernel[(programs,)](*args, **options)
+
+
+def use_descriptors(tensors: Sequence[Tensor]) -> bool:
+    """Whether tiles of these tensors go through tensor-memory descriptors."""
+    forced = tiles.current().tma
+    # Three-product float32 keeps its operands in registers; descriptors only make it spill.
+    if forced is None and tensors[0].element_size() != 2:
+        return False
+    if forced is False or not all(_describable(tensor) for tensor in tensors):
+        return False
+    if forced or not tensors[0].is_cuda or interpreting():
+        return bool(forced)
+    return torch.version.hip is None and torch.cuda.get_device_capability(tensors[0].device)[0] >= 9
+
+
+def _describable(tensor: Tensor) -> bool:
+    """Whether a tensor-memory descriptor can address it: 16-byte steps, every dimension real."""
+    itemsize = tensor.element_size()
+    if tensor.data_ptr() % 16 or tensor.stride(-1) != 1 or tensor.numel() == 0:
+        return False
+    return all(
+        size == 1 or (0 < step * itemsize < 1 << 40 and step * itemsize % 16 == 0)
+        for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+
+
+def _view(tensor: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and tile of a descriptor with tiles of `rows` x padded width."""
+    width = tensor.shape[-1]
+    # The step of a dimension of size one is free: give it a legal one.
+    strides = [
+        width * 16 if size == 1 and at < 3 else step
+        for at, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+    return list(tensor.shape), strides, [1, 1, rows, pad(width)]

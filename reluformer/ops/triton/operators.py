@@ -1,0 +1,169 @@
+"""The kernels as differentiable PyTorch operators.
+
+`reluformer::rectified_attention` is what a compiler sees: opaque (no graph break), with a fake and
+an autograd formula. Without a compiler or a dispatch mode around, `attend` leaves the dispatcher
+out and runs the same formula in a plain autograd function, which costs a tenth of the time on the
+host. Triton itself is imported at the first call.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from reluformer.ops.triton.layout import empty_heads, last_contiguous, row_values
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? gamma, Tensor? threshold, Tensor? key_lengths, "
+    "Tensor? mask, Tensor? cu_q, Tensor? cu_k, Tensor? seed"
+)
+_NUMBERS = (
+    "float scale, float gamma_value, float threshold_value, float length_exponent, int power, "
+    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k"
+)
+# Of the arguments of an operator, the fields of a `Problem`.
+_FIELDS = 20
+
+_library = torch.library.Library("reluformer", "FRAGMENT")
+for _schema in (
+    f"rectified_attention({_TENSORS}, {_NUMBERS}, int statistics)"
+    " -> (Tensor out, Tensor row_sum, Tensor log_sum, Tensor count)",
+    "rectified_attention_backward(Tensor? out, Tensor? count, Tensor grad_out, Tensor? grad_sum,"
+    f" Tensor? grad_log, {_TENSORS}, {_NUMBERS}, bool need_shift)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor row_shift)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def attend(*arguments):
+    """The arguments of the operator; (out, row sums, sums of w log w, counts), None or empty for
+    what was not asked for."""
+    if not _plain(arguments[0]):
+        return torch.ops.reluformer.rectified_attention.default(*arguments)
+    if torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in arguments[:5]
+    ):
+        return _Attention.apply(*arguments)
+    return _launch().forward(_launch().Problem(*arguments[:_FIELDS]), arguments[_FIELDS])
+
+
+def _plain(q: Tensor) -> bool:
+    """Whether nobody watches operators: no compiler, no subclass (a fake), no dispatch mode."""
+    return not (
+        torch.compiler.is_compiling() or type(q) is not Tensor or is_in_torch_dispatch_mode()
+    )
+
+
+@cache
+def _launch() -> Any:
+    from reluformer.ops.triton import launch
+
+    return launch
+
+
+def _save(ctx, inputs, output):
+    out, row_sum, log_sum, count = output
+    # Only the gradient of gamma needs results of the forward pass.
+    kept = (out, row_sum, log_sum) if ctx.needs_input_grad[3] else (None, None, None)
+    if count is not None:
+        ctx.mark_non_differentiable(count)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:10], *kept, count)
+    ctx.numbers = inputs[10:_FIELDS]
+
+
+def _backward(ctx, grad_out, grad_sum, grad_log, _):
+    *tensors, out, row_sum, log_sum, count = ctx.saved_tensors
+    q, _, v, gamma, threshold, _, mask = tensors[:7]
+    packed = tensors[7] is not None
+    need_gamma, need_shift = ctx.needs_input_grad[3:5]
+    if grad_out is None:
+        grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
+    if grad_sum is not None or grad_log is not None:
+        some = grad_sum if grad_sum is not None else grad_log
+        grad_sum = torch.zeros_like(some) if grad_sum is None else grad_sum.contiguous()
+        grad_log = None if grad_log is None or not grad_log.numel() else grad_log.contiguous()
+        grad_sum = grad_sum if grad_sum.numel() else None
+    arguments = (
+        out if need_gamma else None, None if mask is None else count, last_contiguous(grad_out),
+        grad_sum, grad_log, *tensors, *ctx.numbers, need_shift,
+    )  # fmt: skip
+    if _plain(q):
+        dq, dk, dv, row_dot, row_shift = _run_backward(*arguments)
+    else:
+        found = torch.ops.reluformer.rectified_attention_backward.default(*arguments)
+        dq, dk, dv, row_dot, row_shift = found
+    over_rows = (0,) if packed else (0, 2)
+    d_gamma = d_threshold = None
+    if need_gamma:
+        if grad_sum is not None:
+            row_dot = row_dot + grad_sum * row_sum
+        if grad_log is not None:
+            row_dot = row_dot + grad_log * (row_sum + log_sum)
+        d_gamma = (-row_dot.sum(over_rows) / gamma.float()).to(gamma.dtype)
+    if need_shift:
+        d_threshold = -row_shift.sum(over_rows).to(threshold.dtype)
+    return dq, dk, dv, d_gamma, d_threshold, *([None] * (_FIELDS - 4))
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with its formula, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        found = _launch().forward(_launch().Problem(*inputs[:_FIELDS]), inputs[_FIELDS])
+        _save(ctx, inputs, found)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        return _backward(ctx, *grads)
+
+
+def _run(*arguments):
+    found = _launch().forward(_launch().Problem(*arguments[:_FIELDS]), arguments[_FIELDS])
+    return _filled(arguments[0], found)
+
+
+def _run_backward(out, count, grad_out, grad_sum, grad_log, *rest):
+    launch = _launch()
+    grads = launch.Gradients(out, count, grad_out, grad_sum, grad_log)
+    return launch.backward(launch.Problem(*rest[:_FIELDS]), grads, rest[_FIELDS])
+
+
+def _filled(q, found):
+    """Operators return tensors: an empty one for what is not there."""
+    return tuple(q.new_empty(0, dtype=torch.float32) if each is None else each for each in found)
+
+
+def _fake(q, k, v, gamma, threshold, key_lengths, mask, cu_q, cu_k, seed, *rest):
+    statistics = rest[-1]
+    wanted = (statistics >= 1, statistics >= 2, mask is not None)
+    packed = cu_q is not None
+    rows = (row_values(q, packed=packed) if each else None for each in wanted)
+    return empty_heads(q, v.shape[-1], zero=False), *_filled(q, rows)
+
+
+def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
+    packed = rest[4] is not None
+    rows = (row_values(q, packed=packed) if each else None for each in (out is not None, rest[-1]))
+    made = (empty_heads(each, each.shape[-1], zero=False) for each in (q, k, v))
+    return *made, *_filled(q, rows)
+
+
+_library.impl("rectified_attention", _run, "CompositeExplicitAutograd")
+_library.impl(
+    "rectified_attention_backward",
+    lambda *arguments: _filled(arguments[5], _run_backward(*arguments)),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake("reluformer::rectified_attention", _fake, lib=_library)
+torch.library.register_fake(
+    "reluformer::rectified_attention_backward", _fake_backward, lib=_library
+)
+torch.library.register_autograd(
+    "reluformer::rectified_attention", _backward, setup_context=_save, lib=_library
+)

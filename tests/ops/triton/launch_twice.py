@@ -1,0 +1,98 @@
+"""Launch on a driver that only writes down its arguments: first through Triton, then prepared.
+
+Prints, as JSON, how many launches there were and which differ.
+"""
+
+import json
+import os
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from reluformer.ops.triton import launch, launcher, tiles
+
+written: list[list[str]] = []
+
+
+def _text(value: Any) -> str:
+    """What of an argument must not change: for a tensor everything but the address."""
+    if isinstance(value, Tensor):
+        return str((value.dtype, value.shape, value.stride()))
+    if hasattr(value, "base"):
+        return str((_text(value.base), value.shape, value.strides, value.padding))
+    # Triton makes a new object per launch for its hooks.
+    return type(value).__name__ if " object at " in str(value) else str(value)
+
+
+class Writer:
+    """Stands for the compiled launcher; gets exactly what `CompiledKernel.run` gets."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self.name = src.name
+
+    def __call__(self, *args: Any) -> None:
+        written.append([self.name, *(_text(each) for each in args)])
+
+
+class Utils:
+    """A device that loads every binary."""
+
+    def load_binary(self, *args: Any) -> tuple[int, ...]:
+        return 1, 1, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+
+class Hopper:
+    """As much of a driver as a launch asks for."""
+
+    utils = Utils()
+    launcher_cls = Writer
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+def main() -> None:
+    driver.set_active(Hopper())
+    tile = tiles.Tile(16, 16, 1, 1, prescale=True)
+    q = torch.zeros(2, 20, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
+    k = q[:, :2]
+    mask, gamma = torch.ones(20, dtype=torch.bool).expand(4, 20, 20), torch.ones(4)
+    plain = (None,) * 7
+    masked = (gamma, gamma, None, mask, None, None, None)
+    different, total = [], 0
+    for tma, optional, statistics in ((True, plain, 0), (False, masked, 2)):
+        problem = launch.Problem(
+            q, k, k, *optional, 0.25, 1.0, 0.0, 0.5, 1, True, 0, 0.0, 20, 20
+        )  # fmt: skip
+        with tiles.override({"forward": tile, "keys": tile, "queries": tile}, tma=tma):
+            rounds = []
+            for _ in range(2):
+                written.clear()
+                out, row_sum, log_sum, count = launch.forward(problem, statistics)
+                grads = launch.Gradients(
+                    out if statistics else None, count, torch.zeros_like(out), row_sum, log_sum
+                )
+                launch.backward(problem, grads, bool(statistics))
+                rounds.append([*written])
+            assert all(each.compiled is not None for each in launcher.LAUNCHES.values())
+        total += len(rounds[0])
+        different += [one for one, other in zip(*rounds, strict=True) if one != other]
+    print(json.dumps({"launches": total, "different": different}))
+
+
+if __name__ == "__main__":
+    main()
