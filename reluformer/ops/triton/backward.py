@@ -317,7 +317,7 @@ def queries_kernel(
                 cut, scale, seed_value, bh, dropout,
                 stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_mq, stride_mk,
-                part != 1 or SINGLE, part != 1 or SINGLE or not (EDGES or TAIL),
+                part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
                 KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
                 HAS_THRESHOLD, PRESCALE, GRADS, DROPOUT, TMA, PTX, PRECISION,
             )  # fmt: skip

@@ -252,7 +252,8 @@ def key_range(
     """Key tiles that the query rows [row, rows_end) meet: (low, inner_low, inner_high, high).
 
     Tiles in [inner_low, inner_high) are seen whole by every row, those outside need a mask. Without
-    `TAIL` the last, ragged tile counts as whole: its missing keys are zeros and weigh nothing.
+    `TAIL` the last, ragged tile counts as whole unless the causal edge cuts it off: its missing
+    keys must be loaded as zeros, which weigh nothing.
     """
     first = row + offset
     last = rows_end - 1 + offset

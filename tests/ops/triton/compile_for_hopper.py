@@ -59,7 +59,7 @@ def main() -> None:
 
     driver.set_active(Hopper())
     launcher.run = compile_only
-    for width, causal in ((64, False), (64, True), (128, False)):
+    for width, causal in ((64, True), (128, False)):
         label = f"width {width}, causal {causal}"
         q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
         problem = launch.Problem(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reluformer.ops.triton import op, tiles
+from reluformer.ops.triton import launcher, op, tiles
 from tests.ops.rectified import CASES, Arguments, Case, arguments, check, found
-from tests.ops.triton.test_op import _check_dropout, _varlen
+from tests.ops.triton.test_op import _check_compiled, _check_dropout, _varlen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,21 +27,17 @@ def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", op.WIDTHS)
-@pytest.mark.parametrize("kernel", ["forward", "keys", "queries", "fused"])
+@pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])
 def test_every_tile(kernel: tiles.Kernel, width: int, dtype: torch.dtype) -> None:
     padded = 128 if width == 96 else width
-    shape = Case("tile", batch=2, queries=500, keys=613, width=width, value_width=width)
+    shape = Case("tile", batch=2, queries=283, keys=301, width=width, value_width=width)
     for tile in tiles.every(kernel, padded, dtype.itemsize):
-        for case in (shape, replace(shape, causal=True), replace(shape, key_lengths=(613, 77))):
-            for tma in (None, False):
+        for case in (shape, replace(shape, causal=True), replace(shape, key_lengths=(301, 77))):
+            # Pointers once per tile: they share everything but the loads.
+            for tma in (None, False) if case.causal else (None,):
                 with tiles.override({kernel: tile}, tma=tma):
                     given = arguments(case, dtype, "cuda", transposed=tma is None)
-                    check(
-                        op.rectified_attention,
-                        given,
-                        *BOUNDS[dtype],
-                        deterministic=kernel != "fused",
-                    )
+                    check(op.rectified_attention, given, *BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -61,30 +57,29 @@ def _medium() -> Arguments:
     return arguments(replace(case, causal=True, gamma=True), torch.bfloat16, "cuda")
 
 
-def test_two_runs_agree_bit_by_bit() -> None:
-    given = _medium()
-    first, second = (found(op.rectified_attention, given) for _ in range(2))
-    assert torch.equal(first[0][0], second[0][0])
-    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-
-
 def test_compiled_without_a_graph_break() -> None:
+    _check_compiled(_medium(), "inductor")
+
+
+def test_prepared_launches_repeat_the_first_bit_by_bit() -> None:
     given = _medium()
-    q, k, v = (given.leaves[name] for name in "qkv")
+    first, second, third = (found(op.rectified_attention, given) for _ in range(3))
+    assert all(each.compiled is not None for each in launcher.LAUNCHES.values())
+    for later in (second, third):
+        assert torch.equal(first[0][0], later[0][0])
+        assert all(torch.equal(first[1][name], later[1][name]) for name in first[1])
 
-    def step(scale: float) -> torch.Tensor:
-        options = {**given.options, "scale": scale}
-        return op.rectified_attention(q * 1.0, k, v, **options)[0].square().sum()
 
-    plain = torch.autograd.grad(step(0.1), (q, k, v))
-    compiled = torch.autograd.grad(torch.compile(step, fullgraph=True)(0.1), (q, k, v))
-    for one, other in zip(plain, compiled, strict=True):
-        torch.testing.assert_close(one, other)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_on_another_device_than_the_current_one() -> None:
+    case = Case("device", causal=True, width=64, value_width=64)
+    check(op.rectified_attention, arguments(case, torch.bfloat16, "cuda:1"), *LOOSE[torch.bfloat16])
 
 
 def test_captured_in_a_graph() -> None:
     given = _medium()
     q, k, v = (given.leaves[name].detach() for name in "qkv")
+    given.options["gamma"] = given.options["gamma"].detach()
     wanted = op.rectified_attention(q, k, v, **given.options)[0]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -20,11 +20,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @on_cpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_the_formula(case: Case) -> None:
+@pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
+def test_matches_the_formula(at: int) -> None:
     # Descriptors and pointers, both memory orders, over the cases.
-    with tiles.override(dict(SMALL), tma=len(case.name) % 2 == 0):
-        given = arguments(case, torch.float32, "cpu", transposed=len(case.name) % 3 > 0)
+    with tiles.override(dict(SMALL), tma=at % 2 == 0):
+        given = arguments(CASES[at], torch.float32, "cpu", transposed=at % 3 > 0)
         check(op.rectified_attention, given, 2e-6, 5e-6)
 
 
@@ -184,6 +184,31 @@ def test_two_runs_agree_bit_by_bit_and_keep_the_layout() -> None:
     # Heads can be joined without a copy.
     assert first[0][0].transpose(1, 2).is_contiguous()
     assert first[1]["q"].transpose(1, 2).is_contiguous()
+
+
+def _check_compiled(given: Arguments, backend: str) -> None:
+    leaves = list(given.leaves.values())
+
+    def step(scale: float) -> Tensor:
+        q, k, v = (given.leaves[name] for name in "qkv")
+        options = {**given.options, "scale": scale}
+        found = [
+            each for each in op.rectified_attention(q * 1.0, k, v, **options) if each is not None
+        ]
+        return sum((each.float().square().sum() for each in found), torch.zeros(()))
+
+    plain = torch.autograd.grad(step(0.1), leaves)
+    compiled = torch.autograd.grad(
+        torch.compile(step, backend=backend, fullgraph=True)(0.1), leaves
+    )
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@on_cpu
+def test_compiled_without_a_graph_break() -> None:
+    with tiles.override(dict(SMALL)):
+        _check_compiled(arguments(CASES[8], torch.float32, "cpu"), "aot_eager")
 
 
 def test_operator_is_well_formed() -> None:
