@@ -41,6 +41,8 @@ class LineReader:
     def __init__(self, file: BinaryIO, name: str) -> None:
         self.name, self.number = name, 0
         """Number of the last line that was handed out."""
+        # A buffered file that nothing refers to closes what is beneath it.
+        self._file = file
         self._read, self._ready = _access(file)
         self._lines: deque[bytes] = deque()
         self._rest, self._ended, self._warned = b"", False, False
