@@ -146,7 +146,7 @@ class TrainConfig:
     precision: Literal["float32", "bfloat16"] | None = None
     """None: bfloat16 autocast on a GPU, float32 on a CPU."""
     compile: bool | None = None
-    """Compile the layers; None: on a GPU."""
+    """Compile the layers; None: on a GPU. Steps with regularisers run uncompiled all the same."""
     graphs: bool | None = None
     """Record each shape of batch as a CUDA graph; None: on one GPU."""
     deterministic: bool = False

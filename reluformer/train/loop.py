@@ -160,8 +160,10 @@ class _Loop:
 
     def _look(self, state: RunState, losses: StepLosses) -> RunState:
         """Check, measure, report and save after a step; nothing bad is ever saved."""
-        seconds, tokens = time.perf_counter() - self.clock, self.meter.tokens
+        tokens = self.meter.tokens
+        # Reading waits for the device: before it, the clock would miss the work still queued.
         interval = self.meter.read()
+        seconds = time.perf_counter() - self.clock
         attention = attention_statistics(losses.readings, self.group)
         self.guard.check(state.step, interval, attention)
         state = dataclasses.replace(state, lowest=self.guard.lowest)

@@ -1,7 +1,7 @@
 """One step's losses and gradients, the same for any number of processes."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -87,10 +87,13 @@ class Objective:
         sample_rows = self.config.sample_rows
         if not self.regularised:
             sample_rows = sample_rows or _WATCHED_ROWS
-        with self.autocast():
+        recording = watch or bool(self.regularised)
+        # Inductor fails on the statistics' reductions on Hopper (torch 2.11).
+        stance = torch.compiler.set_stance("force_eager") if recording else nullcontext()
+        with self.autocast(), stance:
             output = parallel.forward(
                 **inputs(batch),
-                record="stats" if watch or self.regularised else "nothing",
+                record="stats" if recording else "nothing",
                 sample_rows=sample_rows,
             )
             smooth, nll = self.cross_entropy(
