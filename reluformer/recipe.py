@@ -148,7 +148,7 @@ class TrainConfig:
     compile: bool | None = None
     """Compile the layers; None: on a GPU. Steps with regularisers run uncompiled all the same."""
     graphs: bool | None = None
-    """Record each shape of batch as a CUDA graph; None: on one GPU."""
+    """Record each shape of batch as a CUDA graph; None: on one GPU, unless `deterministic`."""
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run on a GPU."""
     device: Literal["cpu", "cuda"] | None = None

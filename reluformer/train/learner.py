@@ -102,7 +102,8 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
 
 def replays(config: TrainConfig, group: Processes) -> bool:
     """Whether the recipe asks for CUDA graphs, and this run can use them."""
-    possible = group.device.type == "cuda" and group.world == 1
+    # Some deterministic algorithms wait for the host, which cannot be recorded.
+    possible = group.device.type == "cuda" and group.world == 1 and not config.deterministic
     return possible if config.graphs is None else possible and config.graphs
 
 

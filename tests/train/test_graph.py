@@ -17,6 +17,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("sample_rows", [None, 4])
 def test_recorded_steps_learn_the_same(tmp_path: Path, sample_rows: int | None) -> None:
+    # The suite poisons memory by a mode of torch whose algorithms cannot all be recorded.
+    torch.use_deterministic_algorithms(False)
     losses = {}
     for graphs in (False, True):
         run = tmp_path / f"graphs-{graphs}"
