@@ -11,7 +11,8 @@ lengths and vocabularies of Europarl is made. Parts, each in a process of its ow
   TF32, fused AdamW, grouped by length, padded to multiples of 8, loader processes, no logging,
   saving or evaluation, not compiled. Its batches have so many rows that their mean number of target
   tokens is that of the recipe.
-- document: `recipes/document.yaml` at length 1024 across documents, with ReLU and with softmax.
+- document: `recipes/document.yaml` at length 1024 across documents, with ReLU, compiled as the
+  recipe asks and not, and with softmax.
 - matmul: products of two 8192 x 8192 matrices in bfloat16, before and after all others.
 
 Target tokens are real ones, end marks included, padding not. Every part logs them each 25 or 50
@@ -102,11 +103,13 @@ class Part:
 DOCUMENT = ("data.max_length=1024", "data.cross_documents=true", "train.log_every=25")
 SENTENCE = ("train.log_every=50",)
 SOFTMAX = ("model.attention.kind=softmax",)
+EAGER = ("train.compile=false",)
 PARTS = (
     Part("sentence relu", "sentence", "reluformer", 8, 60.0, SENTENCE),
     # The sampler sorts 50 batches by length: one interval holds all lengths.
     Part("sentence marian", "sentence", "transformers", 3, 40.0, SENTENCE),
-    Part("document relu", "document", "reluformer", 4, 40.0, DOCUMENT),
+    Part("document relu uncompiled", "document", "reluformer", 4, 30.0, DOCUMENT + EAGER),
+    Part("document relu", "document", "reluformer", 4, 60.0, DOCUMENT),
     Part("sentence softmax", "sentence", "reluformer", 8, 0.0, SENTENCE + SOFTMAX),
     Part("document softmax", "document", "reluformer", 4, 0.0, DOCUMENT + SOFTMAX),
 )
