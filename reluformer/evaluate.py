@@ -1,0 +1,285 @@
+"""Scores that others can compare: sacreBLEU with signatures, by sentence and by document.
+
+Texts have one sentence a line; `<d>` lines and blank lines in the reference separate documents.
+Every score names its level: a sentence is one segment, or all sentences of a document joined by
+spaces are one (d-BLEU). Tokenised BLEU, as old papers report it, is computed from text that was
+tokenised elsewhere, and labelled.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from reluformer.data.text import DOCUMENT, lines
+from reluformer.errors import UserError
+
+Level = Literal["sentence", "document"]
+
+TOKENIZERS = ("13a", "intl", "char", "zh", "none")
+# Upper bounds of the groups of documents, in words of the reference.
+_LENGTHS = (128, 256, 512, 1024, 2048)
+
+
+class Score(NamedTuple):
+    """One number, with all that is needed to compute it again."""
+
+    name: str
+    """`BLEU`, `chrF2`, `TER` or `tokenised BLEU`."""
+    level: Level
+    case: Literal["mixed", "lower"]
+    value: float
+    signature: str
+
+
+class LengthScore(NamedTuple):
+    """d-BLEU of the documents of some length."""
+
+    words: str
+    """Range of words of the reference, such as `129-256`."""
+    documents: int
+    value: float
+
+
+class Comparison(NamedTuple):
+    """Paired bootstrap between the first system and another."""
+
+    name: str
+    level: Level
+    system: str
+    baseline_value: float
+    value: float
+    p_value: float
+    """Probability of such a difference if both were equally good."""
+    signature: str
+
+
+@dataclass(frozen=True)
+class System:
+    """All scores of one system."""
+
+    name: str
+    scores: tuple[Score, ...]
+    by_length: tuple[LengthScore, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All scores of all systems; the first system is the baseline of the comparisons."""
+
+    sentences: int
+    documents: int | None
+    systems: tuple[System, ...]
+    comparisons: tuple[Comparison, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "sentences": self.sentences,
+            "documents": self.documents,
+            "systems": [
+                {
+                    "name": system.name,
+                    "scores": [score._asdict() for score in system.scores],
+                    "by_length": [score._asdict() for score in system.by_length],
+                }
+                for system in self.systems
+            ],
+            "comparisons": [comparison._asdict() for comparison in self.comparisons],
+        }
+
+
+Documents = list[list[str]]
+"""Sentences by document; without documents, each alone in its own."""
+
+
+def evaluate(
+    reference: Documents,
+    hypotheses: Mapping[str, Documents],
+    *,
+    documents: bool = False,
+    tokenize: str = "13a",
+    tokenised: tuple[Documents, Mapping[str, Documents]] | None = None,
+    samples: int = 1000,
+) -> Evaluation:
+    """Score every system's sentences against the reference's, document by document.
+
+    `documents` adds scores on whole documents. `tokenised` are the reference and the systems'
+    outputs as tokenised elsewhere. Several systems are compared with the first by paired bootstrap
+    of so many `samples`.
+    """
+    if tokenize not in TOKENIZERS:
+        raise UserError(f"tokenize must be one of {', '.join(TOKENIZERS)}, got {tokenize!r}")
+    if samples < 1:
+        raise UserError(f"samples must be at least 1, got {samples}")
+    if not hypotheses:
+        raise UserError("there is no hypothesis to score")
+    systems = []
+    shape = [len(document) for document in reference]
+    for name, hypothesis in hypotheses.items():
+        if [len(document) for document in hypothesis] != shape:
+            raise UserError(
+                f"hypothesis {name!r} has {sum(map(len, hypothesis))} sentences in "
+                f"{len(hypothesis)} documents, not as many in each as the reference: "
+                f"{sum(shape)} in {len(shape)}"
+            )
+        scores = list(_scores(reference, hypothesis, "sentence", tokenize))
+        if documents:
+            scores += _scores(reference, hypothesis, "document", tokenize)
+        if tokenised is not None:
+            scores.append(_tokenised(tokenised[0], tokenised[1][name]))
+        by_length = _by_length(reference, hypothesis, tokenize) if documents else []
+        systems.append(System(name, tuple(scores), tuple(by_length)))
+    comparisons: list[Comparison] = []
+    if len(systems) > 1:
+        for level in ("sentence", "document") if documents else ("sentence",):
+            comparisons += _compare(reference, hypotheses, level, tokenize, samples)
+    return Evaluation(
+        sum(map(len, reference)),
+        len(reference) if documents else None,
+        tuple(systems),
+        tuple(comparisons),
+    )
+
+
+def read_aligned(
+    reference: Path | str, hypotheses: Sequence[Path | str], *, documents: bool = False
+) -> tuple[Documents, list[Documents]]:
+    """The reference and each hypothesis as sentences by document.
+
+    Where the reference has a `<d>` line or a blank line, a hypothesis has one too, or it leaves out
+    all of them. An empty line in place of a sentence is an empty translation.
+    """
+    wanted = list(lines(reference))
+    borders = [line.strip() in ("", DOCUMENT) for line in wanted]
+    if not borders.count(False):
+        raise UserError(f"{reference} has no sentence")
+    if documents and not any(borders):
+        raise UserError(f"{reference} has no {DOCUMENT} line or blank line to separate documents")
+    found = [_align(Path(reference), borders, Path(path)) for path in hypotheses]
+    sentences = [line for line, border in zip(wanted, borders, strict=True) if not border]
+    return (
+        _group(sentences, borders, documents),
+        [_group(hypothesis, borders, documents) for hypothesis in found],
+    )
+
+
+def _align(reference: Path, borders: list[bool], path: Path) -> list[str]:
+    """The lines of `path` that translate sentences of the reference."""
+    given = list(lines(path))
+    sentences = borders.count(False)
+    if len(given) == sentences and not any(line.strip() == DOCUMENT for line in given):
+        return given
+    if len(given) != len(borders):
+        raise UserError(
+            f"{path} has {len(given)} lines, but {reference} has {len(borders)}, of which "
+            f"{sentences} are sentences"
+        )
+    for number, (line, border) in enumerate(zip(given, borders, strict=True), 1):
+        if border and line.strip() not in ("", DOCUMENT):
+            raise UserError(f"{path}, line {number} is a sentence where {reference} has none")
+        if not border and line.strip() == DOCUMENT:
+            raise UserError(f"{path}, line {number} is {DOCUMENT} where {reference} has a sentence")
+    return [line for line, border in zip(given, borders, strict=True) if not border]
+
+
+def _group(sentences: list[str], borders: list[bool], documents: bool) -> Documents:
+    if not documents:
+        return [[sentence] for sentence in sentences]
+    groups: Documents = [[]]
+    rest = iter(sentences)
+    for border in borders:
+        if border:
+            groups.append([])
+        else:
+            groups[-1].append(next(rest))
+    return [group for group in groups if group]
+
+
+def _segments(texts: Documents, level: Level) -> list[str]:
+    if level == "document":
+        return [" ".join(document) for document in texts]
+    return [sentence for document in texts for sentence in document]
+
+
+def _scores(
+    reference: Documents, hypothesis: Documents, level: Level, tokenize: str
+) -> Iterator[Score]:
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+    from sacrebleu.metrics.ter import TER
+
+    given, wanted = _segments(hypothesis, level), [_segments(reference, level)]
+    for lower in (False, True):
+        metrics: list[tuple[str, Any]] = [
+            ("BLEU", BLEU(lowercase=lower, tokenize=tokenize)),
+            ("chrF2", CHRF(lowercase=lower)),
+        ]
+        if level == "sentence":
+            # Its search for shifts would take minutes on whole documents.
+            metrics.append(("TER", TER(case_sensitive=not lower)))
+        for name, metric in metrics:
+            value = metric.corpus_score(given, wanted).score
+            case: Literal["mixed", "lower"] = "lower" if lower else "mixed"
+            yield Score(name, level, case, value, str(metric.get_signature()))
+
+
+def _tokenised(reference: Documents, hypothesis: Documents) -> Score:
+    from sacrebleu.metrics.bleu import BLEU
+
+    # Text that looks tokenised would be warned of; here it is meant.
+    metric = BLEU(tokenize="none", force=True)
+    given, wanted = _segments(hypothesis, "sentence"), [_segments(reference, "sentence")]
+    value = metric.corpus_score(given, wanted).score
+    return Score("tokenised BLEU", "sentence", "mixed", value, str(metric.get_signature()))
+
+
+def _by_length(reference: Documents, hypothesis: Documents, tokenize: str) -> Iterator[LengthScore]:
+    from sacrebleu.metrics.bleu import BLEU
+
+    pairs = list(
+        zip(_segments(hypothesis, "document"), _segments(reference, "document"), strict=True)
+    )
+    for low, high in zip((0, *_LENGTHS), (*_LENGTHS, None), strict=True):
+        chosen = [
+            pair
+            for pair in pairs
+            if low < len(pair[1].split()) and (high is None or len(pair[1].split()) <= high)
+        ]
+        if chosen:
+            given, wanted = zip(*chosen, strict=True)
+            value = BLEU(tokenize=tokenize).corpus_score(list(given), [list(wanted)]).score
+            words = f"{low + 1}-{high}" if high else f"over {low}"
+            yield LengthScore(words, len(chosen), value)
+
+
+def _compare(
+    reference: Documents,
+    hypotheses: Mapping[str, Documents],
+    level: Level,
+    tokenize: str,
+    samples: int,
+) -> Iterator[Comparison]:
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+    from sacrebleu.significance import PairedTest
+
+    named: list[Any] = [(name, _segments(texts, level)) for name, texts in hypotheses.items()]
+    metrics: dict[str, Any] = {"BLEU": BLEU(tokenize=tokenize), "chrF2": CHRF()}
+    wanted = [_segments(reference, level)]
+    test = PairedTest(named, metrics, wanted, test_type="bs", n_samples=samples)
+    signatures, results = cast("tuple[dict[str, Any], dict[str, Any]]", test())
+    for metric in metrics:
+        baseline, *others = results[metric]
+        for (name, segments), other in zip(named[1:], others, strict=True):
+            # The test counts differences above the one found, and so calls equal systems different.
+            p_value = 1.0 if segments == named[0][1] else other.p_value
+            yield Comparison(
+                metric,
+                level,
+                name,
+                baseline.score,
+                other.score,
+                p_value,
+                str(signatures[metric]),
+            )
