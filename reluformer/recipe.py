@@ -168,11 +168,6 @@ class TrainConfig:
         _share(self, "smoothing", "ema")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas must be two numbers in [0, 1), got {list(self.betas)}")
-        if self.schedule == "cosine" and self.warmup >= self.steps:
-            raise UserError(
-                f"warmup must be less than train.steps = {self.steps} with a cosine schedule, "
-                f"got {self.warmup}"
-            )
         self._check_final()
 
     def _check_final(self) -> None:

@@ -44,9 +44,20 @@ class Objective:
     model: ModelConfig
     group: Processes
     autocast: Callable[[], AbstractContextManager[object]]
-    cross_entropy: Callable[..., tuple[Tensor, Tensor]] = translation_loss
+    compiled: bool = False
+    """Fuse the many small operations of the losses."""
     replay: Callable[[Batch, Tensor], Tensor] | None = None
     """Stands in for `add_gradients` where no readings are wanted."""
+
+    @cached_property
+    def cross_entropy(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """`translation_loss`, compiled if asked for."""
+        return torch.compile(translation_loss, dynamic=False) if self.compiled else translation_loss
+
+    @cached_property
+    def attention_sums(self) -> Callable[[Sequence[Reading]], AttentionSums]:
+        """`attention_sums`, compiled if asked for."""
+        return torch.compile(attention_sums, dynamic=False) if self.compiled else attention_sums
 
     @cached_property
     def regularised(self) -> frozenset[str]:
@@ -118,7 +129,7 @@ class Objective:
         if not counted:
             zero = torch.zeros((), device=self.group.device)
             return zero, zero
-        sums = attention_sums(counted)
+        sums = self.attention_sums(counted)
         counts = self.group.add(torch.stack([sums.live, sums.rows]))
         losses = mean_losses(sums, AttentionSums(sums.normalisation, sums.entropy, *counts))
         return losses.normalisation, losses.entropy
