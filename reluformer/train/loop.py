@@ -15,6 +15,7 @@ from reluformer import checkpoint
 from reluformer.checkpoint import RunState
 from reluformer.data.batches import Batch, prefetch
 from reluformer.model import ReLUFormer
+from reluformer.model.losses import translation_loss
 from reluformer.recipe import Recipe
 from reluformer.train import folder
 from reluformer.train.data import TrainingData, load_data
@@ -96,7 +97,15 @@ class _Loop:
         fixed_shapes = compiled or replays(self.config, group)
         self.batches = data.train.batches(recipe, fixed_shapes=fixed_shapes)
         self.autocast = autocast(self.config, group.device)
-        self.objective = Objective(self.config, model.config, group, self.autocast, compiled)
+        self.objective = Objective(
+            self.config,
+            model.config,
+            group,
+            self.autocast,
+            torch.compile(translation_loss, dynamic=False) if compiled else translation_loss,
+        )
+        if replays(self.config, group):
+            self.objective = dataclasses.replace(self.objective, replay=Graphs(self._add_gradients))
         lowest = self.state.lowest
         self.guard = Guard(self.config.explosion, math.inf if lowest is None else lowest)
         self.meter = Meter(group)

@@ -44,20 +44,9 @@ class Objective:
     model: ModelConfig
     group: Processes
     autocast: Callable[[], AbstractContextManager[object]]
-    compiled: bool = False
-    """Fuse the many small operations of the losses."""
+    cross_entropy: Callable[..., tuple[Tensor, Tensor]] = translation_loss
     replay: Callable[[Batch, Tensor], Tensor] | None = None
     """Stands in for `add_gradients` where no readings are wanted."""
-
-    @cached_property
-    def cross_entropy(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """`translation_loss`, compiled if asked for."""
-        return torch.compile(translation_loss, dynamic=False) if self.compiled else translation_loss
-
-    @cached_property
-    def attention_sums(self) -> Callable[[Sequence[Reading]], AttentionSums]:
-        """`attention_sums`, compiled if asked for."""
-        return torch.compile(attention_sums, dynamic=False) if self.compiled else attention_sums
 
     @cached_property
     def regularised(self) -> frozenset[str]:
@@ -129,7 +118,7 @@ class Objective:
         if not counted:
             zero = torch.zeros((), device=self.group.device)
             return zero, zero
-        sums = self.attention_sums(counted)
+        sums = attention_sums(counted)
         counts = self.group.add(torch.stack([sums.live, sums.rows]))
         losses = mean_losses(sums, AttentionSums(sums.normalisation, sums.entropy, *counts))
         return losses.normalisation, losses.entropy
