@@ -21,14 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# One thread: results on a CPU are the same for the same number of threads.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-PROGRAM = """
-import sys
-from reluformer.recipe import load_recipe
-from reluformer.train import train
-train(load_recipe(sys.argv[1], sys.argv[3:]), sys.argv[2], quiet=True)
-"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 class Kill(NamedTuple):
@@ -49,8 +42,8 @@ class Run:
 
     def __init__(self, folder: Path, arguments: list[str]) -> None:
         self.folder = folder
-        recipe, *overrides = arguments
-        self._command = [sys.executable, "-c", PROGRAM, recipe, str(folder), *overrides]
+        train = [sys.executable, "-m", "reluformer", "train", "--quiet"]
+        self._command = [*train, "--out", str(folder), *arguments]
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start or resume it."""
@@ -168,9 +161,9 @@ def main() -> None:
     options = parser.parse_args()
     steps = options.every * (2 * options.kills + 5)
     overrides = [f"train.steps={steps}", f"train.checkpoint_every={options.every}"]
-    overrides += ["train.log_every=1", "train.dev_every=50", "train.warmup=20"]
+    overrides += ["train.log_every=1", "train.dev_every=50", "train.device=cpu", "train.threads=1"]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [options.recipe, *overrides, "train.device=cpu"]
+        arguments = [options.recipe, *(f"--set={override}" for override in overrides)]
         whole, killed = (Run(Path(folder, name), arguments) for name in ("whole", "killed"))
         pace = undisturbed(whole, steps // options.every)
         rng = random.Random(options.seed)

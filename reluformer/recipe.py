@@ -37,6 +37,7 @@ _FREE_FIELDS = {
         "log_every",
         "parallel",
         "tensorboard",
+        "threads",
     )
 }
 
@@ -152,6 +153,8 @@ class TrainConfig:
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run on a GPU."""
     device: Literal["cpu", "cuda"] | None = None
+    threads: int | None = None
+    """On a CPU; results agree to the bit for one number of threads. None: one for each core."""
     parallel: Literal["replicate", "shard"] = "replicate"
     """Over several processes: the model on each (DDP), or its weights divided (FSDP)."""
     tensorboard: bool = False
@@ -161,7 +164,7 @@ class TrainConfig:
             1, self, "steps", "batch_tokens", "accumulate", "log_every", "checkpoint_every", "keep"
         )
         _at_least(1, self, "calibration_batches", "bleu_examples", "average_last")
-        _at_least(1, self, "dev_every", "bleu_every", "patience", "sample_rows")
+        _at_least(1, self, "dev_every", "bleu_every", "patience", "sample_rows", "threads")
         _at_least(0, self, "seed", "warmup", "regulariser_warmup")
         _at_least(0, self, "weight_decay", "normalisation_weight", "entropy_weight")
         _above_zero(self, "lr", "clip", "explosion")

@@ -28,7 +28,7 @@ from reluformer.train.learner import compiles, replays
 from reluformer.train.metrics import Metrics
 from reluformer.train.report import Reporter, reporter
 from reluformer.train.schedule import learning_rate, step_seed
-from reluformer.train.start import autocast, begin, set_up_torch
+from reluformer.train.start import autocast, begin, torch_settings
 from reluformer.train.statistics import Attention, IntervalLosses, Meter, attention_statistics
 from reluformer.train.step import Objective, StepLosses
 
@@ -51,14 +51,13 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     run = Path(out)
     folder.check_recipe(run, recipe)
     if not folder.is_finished(run):
-        with processes(recipe.train) as group:
+        with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
             _train(recipe, run, group, quiet)
     return Trained(run, run / checkpoint.MODEL)
 
 
 def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
     config = recipe.train
-    set_up_torch(config, group.device)
     data = load_data(recipe)
     folder.check_data(run, data)
     torch.manual_seed(config.seed)

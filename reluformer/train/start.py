@@ -1,8 +1,8 @@
 """How a start of a run begins: from a calibrated fresh model, or from its newest checkpoint."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,13 +50,28 @@ def begin(
     return Beginning(learner, found.state, {})
 
 
-def set_up_torch(config: TrainConfig, device: torch.device) -> None:
-    """Global switches: tensor cores for float32 on a GPU, and determinism on request."""
+@contextmanager
+def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Switches of torch for a run: threads, determinism, tensor cores for float32 on a GPU.
+
+    They are global, and put back afterwards.
+    """
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    strict = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(matmul)
+        torch.use_deterministic_algorithms(strict, warn_only=lenient)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> Autocast:

@@ -111,6 +111,21 @@ def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monkey
         train(tiny(steps=1, lr=1.0), tmp_path, quiet=True)
 
 
+def test_switches_of_torch_are_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def looking(recipe: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "load_data", looking)
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(threads=2, deterministic=True), tmp_path, quiet=True)
+    assert seen == [2] and torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_other_peoples_folders_are_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds thesis.txt and is no run"):
