@@ -5,12 +5,13 @@ import io
 import logging
 import lzma
 import select
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import torch.distributed as dist
 
@@ -108,11 +109,11 @@ def is_border(line: str) -> bool:
 
 
 def translate_file(
-    translator: Translator, source: Path, target: Path, *, document: bool = False
+    translator: Translator, path: Path, output: Path, *, document: bool = False
 ) -> int:
-    """Translate the lines of one file into another, which appears when it is whole."""
-    with opened(source) as file, atomic_path(target) as partial, partial.open("wb") as out:
-        return translate_stream(translator, LineReader(file, str(source)), out, document=document)
+    """Translate the lines of one file into another; return the number of lines."""
+    with source(path) as file, target(output) as out:
+        return translate_stream(translator, LineReader(file, str(path)), out, document=document)
 
 
 def translate_stream(
@@ -219,6 +220,36 @@ def opened(path: Path) -> BinaryIO:
         return cast(BinaryIO, opening(path, "rb"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
+def source(path: Path | None) -> Iterator[BinaryIO]:
+    """A file to read, or standard input."""
+    if path is None:
+        yield sys.stdin.buffer
+    else:
+        with opened(path) as file:
+            yield file
+
+
+@contextmanager
+def target(path: Path | None) -> Iterator[BinaryIO]:
+    """A file that appears when all is written, or standard output."""
+    if path is None:
+        yield sys.stdout.buffer
+    else:
+        with atomic_path(path) as partial, partial.open("wb") as file:
+            yield file
+
+
+@contextmanager
+def joined(device: Literal["cpu", "cuda"] | None) -> "Iterator[Peers]":
+    """This process among those that torchrun started, or alone."""
+    from reluformer.recipe import TrainConfig
+    from reluformer.train.distributed import processes
+
+    with processes(TrainConfig(device=device)) as group:
+        yield Peers(group.rank, group.world)
 
 
 def _access(file: BinaryIO) -> tuple[Callable[[int], bytes], Callable[[], bool]]:

@@ -10,8 +10,9 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +46,13 @@ class AttentionMaps(NamedTuple):
     """[layers, H, T, T]."""
     cross: Tensor
     """[layers, H, T, S]."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, weights with five decimals."""
+        return {
+            name: value if isinstance(value, list) else _rounded(value.tolist())
+            for name, value in self._asdict().items()
+        }
 
 
 class Translator:
@@ -101,18 +109,28 @@ class Translator:
         *,
         device: str | None = None,
         precision: Precision | None = None,
-        config: SearchConfig | None = None,
         max_length: int | None = None,
         batch_tokens: int | None = None,
+        **search: Any,
     ) -> "Translator":
         """The translator of a run's folder, a finished model or a checkpoint.
 
         `device` is `cpu` or `cuda`, by default a GPU if there is one; `precision` float32 or
-        bfloat16, the default on a GPU. Without `config` the recipe says how to search.
+        bfloat16, the default on a GPU. Further keywords are fields of `SearchConfig`, in place of
+        what the recipe says.
         """
         from reluformer.checkpoint import load_run
 
+        allowed = [field.name for field in fields(SearchConfig)]
+        for name in search:
+            if name not in allowed:
+                raise UserError(f"{name} is no setting of a search: {', '.join(allowed)}")
         run = load_run(path)
+        recipe = {
+            "beam": run.recipe.decode.beam,
+            "length_penalty": run.recipe.decode.length_penalty,
+        }
+        config = SearchConfig(**{**recipe, **search})
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         precision = precision or ("float32" if device == "cpu" else "bfloat16")
         if precision not in ("float32", "bfloat16"):
@@ -124,13 +142,12 @@ class Translator:
             raise UserError(
                 f"device must be usable on this machine, got {device!r}: {reason}"
             ) from None
-        decode = run.recipe.decode
         return cls(
             model,
             run.tokenizer,
             trained_length=run.recipe.data.max_length,
             documents=run.recipe.data.unit == "document",
-            config=config or SearchConfig(beam=decode.beam, length_penalty=decode.length_penalty),
+            config=config,
             max_length=max_length,
             batch_tokens=batch_tokens,
         )
@@ -306,3 +323,7 @@ class Translator:
             self.tokenizer.sep: "<sep>",
         }
         return [marks.get(i) or self.tokenizer.decode([i]) for i in ids]
+
+
+def _rounded(values: Any) -> Any:
+    return [_rounded(value) for value in values] if isinstance(values, list) else round(values, 5)

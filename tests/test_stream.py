@@ -3,8 +3,6 @@
 import gzip
 import io
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +13,6 @@ from hypothesis import strategies as st
 
 from reluformer.errors import UserError
 from reluformer.stream import LineReader, opened, translate_stream
-
-ROOT = Path(__file__).parents[1]
 
 
 class Upper:
@@ -107,51 +103,3 @@ def test_compressed_files(tmp_path: Path) -> None:
         list(LineReader(file, "text").blocks(9))
     with pytest.raises(UserError, match="cannot be read"):
         opened(tmp_path / "none")
-
-
-WORKER = """
-import sys
-import torch.distributed as dist
-from reluformer.stream import LineReader, Peers, translate_stream
-from tests.test_stream import Upper
-
-dist.init_process_group("gloo")
-upper = Upper()
-peers = Peers(dist.get_rank(), dist.get_world_size())
-for document in (False, True):
-    reader = LineReader(open(sys.argv[1], "rb"), "in")
-    translate_stream(upper, reader, sys.stdout.buffer, document=document, peers=peers)
-assert len(upper.calls) > 2
-dist.destroy_process_group()
-"""
-
-
-def test_two_processes_share_the_lines_in_order(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    lines = [
-        ("<d>" if i % 7 == 0 else "a b " * (i * 31 % 13) + str(i)).strip() for i in range(1200)
-    ]
-    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": "2"}
-    environment = {**os.environ, **rendezvous, "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(source)],
-            stdout=subprocess.PIPE,
-            env={**environment, "RANK": str(rank)},
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    first, second = (process.communicate(timeout=120)[0].decode() for process in running)
-    assert [process.returncode for process in running] == [0, 0]
-    assert first.splitlines() == [line.upper() for line in lines] * 2
-    assert second == ""
-
-
-def _free_port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

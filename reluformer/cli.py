@@ -1,0 +1,320 @@
+"""The command line: prepare, train, translate, evaluate, info.
+
+Each command is a thin layer over a function of the package, imported when it runs. Exit statuses:
+0 success, 2 a user's mistake, 3 training diverged, 130 interrupted.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from reluformer import __version__
+from reluformer.console import guarded, progress, show_evaluation
+from reluformer.errors import UserError
+
+if TYPE_CHECKING:
+    from reluformer.data.text import TextPair
+    from reluformer.translate import Translator
+
+app = typer.Typer(
+    help="Attention without softmax: train and use ReLUFormers for document translation.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Pair = tuple[Path, Path]
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="reluformer")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"reluformer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@guarded
+def prepare(
+    folder: Annotated[Path | None, typer.Argument(help="Folder to write; or give --out.")] = None,
+    train: Annotated[
+        Pair | None,
+        typer.Option(metavar="SOURCE TARGET", help="Aligned text, one sentence a line."),
+    ] = None,
+    dev: Annotated[Pair | None, typer.Option(metavar="SOURCE TARGET")] = None,
+    test: Annotated[Pair | None, typer.Option(metavar="SOURCE TARGET")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="A known corpus instead of files; needs --root.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder with the known corpora.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Only so many training files of the corpus.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Join training documents that belong together.")
+    ] = False,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Subwords to learn from the training text.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what was prepared from other files.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Turn aligned text files into a folder to train from."""
+    from reluformer.data import prepare as data
+
+    if (folder is None) == (out is None):
+        raise UserError("prepare needs one folder to write, as its argument or as --out")
+    splits = _splits({"train": train, "dev": dev, "test": test}, corpus, root, shards, merge)
+    target = folder or out
+    assert target is not None
+    with progress("sentences") as shown:
+        prepared = data.prepare(
+            target,
+            splits,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            overwrite=overwrite,
+            progress=shown.update,
+        )
+    manifest = prepared.manifest
+    if json_:
+        print(json.dumps(manifest, indent=2))
+        return
+    print(f"{target}: vocabulary of {manifest['vocab_size']:,}")
+    for name in prepared.splits:
+        part = prepared.corpus(name)
+        print(f"  {name}: {len(part):,} sentences in {len(part.documents) - 1:,} documents")
+
+
+@app.command()
+@guarded
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; repeating the command resumes it.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Override a field of the recipe."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Report nothing.")] = False,
+) -> None:
+    """Train what a recipe describes, or resume it."""
+    from reluformer.recipe import load_recipe
+    from reluformer.train import train as run
+
+    run(load_recipe(recipe, set_ or ()), out, quiet=quiet)
+
+
+@app.command()
+@guarded
+def translate(
+    model: Annotated[Path, typer.Option(help="Folder of a run, a finished model or a checkpoint.")],
+    document: Annotated[
+        bool, typer.Option("--document", help="Translate sentences in view of their document.")
+    ] = False,
+    input_: Annotated[
+        Path | None, typer.Option("--input", help="Text file (plain, .xz, .gz); default stdin.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Text file; default standard output.")] = None,
+    beam: Annotated[int | None, typer.Option(help="Width of the beam; 1 is greedy.")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="Above 0 favours length.")] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of searching.")] = False,
+    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Sample among tokens of this joint share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens translated in one go; default as trained.")
+    ] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Source tokens of a batch.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU if there is one.")
+    ] = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="Default: bfloat16 on a GPU.")
+    ] = None,
+    maps: Annotated[
+        Path | None, typer.Option(help="Also write attention maps to this JSON file.")
+    ] = None,
+) -> None:
+    """Translate stdin to stdout, one line for each line."""
+    from reluformer.files import write_json
+    from reluformer.stream import LineReader, joined, source, target, translate_stream
+    from reluformer.translate import Translator
+
+    search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
+    if sample:
+        search |= {"method": "sample", "temperature": temperature, "seed": seed}
+        search |= {"top_k": top_k, "top_p": top_p}
+    with ExitStack() as stack:
+        peers = stack.enter_context(joined(device))
+        if maps is not None and peers.world > 1:
+            raise UserError(f"maps is {maps}, but maps need a single process, not {peers.world}")
+        translator = Translator.load(
+            model,
+            device=device,
+            precision=precision,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+            **{name: value for name, value in search.items() if value is not None},
+        )
+        recorded = stack.enter_context(translator.recording()) if maps is not None else []
+        # Only the first process reads and writes.
+        first = peers.rank == 0
+        name = "standard input" if input_ is None else str(input_)
+        reader = LineReader(stack.enter_context(source(input_ if first else None)), name)
+        out = stack.enter_context(target(output if first else None))
+        if first:
+            stack.enter_context(_counting(translator))
+        translate_stream(translator, reader, out, document=document, peers=peers)
+    if maps is not None:
+        write_json(maps, [each.to_dict() for each in recorded])
+
+
+@app.command()
+@guarded
+def evaluate(
+    reference: Annotated[Path, typer.Option(help="Right translations, one sentence a line.")],
+    hypothesis: Annotated[
+        list[Path], typer.Option(help="A system's translations; several are compared.")
+    ],
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Also score whole documents (d-BLEU).")
+    ] = False,
+    tokenize: Annotated[str, typer.Option(help="sacreBLEU's tokenizer for BLEU.")] = "13a",
+    tokenised_reference: Annotated[
+        Path | None, typer.Option(help="The reference as tokenised elsewhere.")
+    ] = None,
+    tokenised_hypothesis: Annotated[
+        list[Path] | None, typer.Option(help="The same for each hypothesis, in order.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Of the paired bootstrap.")] = 1000,
+    json_: Json = False,
+) -> None:
+    """Score translations with sacreBLEU, and compare systems."""
+    from reluformer import evaluate as scoring
+
+    names = _names(hypothesis)
+    wanted, found = scoring.read_aligned(reference, hypothesis, documents=documents)
+    tokenised = None
+    if tokenised_reference is not None or tokenised_hypothesis:
+        given = tokenised_hypothesis or []
+        if tokenised_reference is None or len(given) != len(hypothesis):
+            raise UserError(
+                "tokenised BLEU needs --tokenised-reference and one --tokenised-hypothesis for "
+                f"each --hypothesis, got {len(given)} for {len(hypothesis)}"
+            )
+        right, texts = scoring.read_aligned(tokenised_reference, given)
+        tokenised = right, dict(zip(names, texts, strict=True))
+    result = scoring.evaluate(
+        wanted,
+        dict(zip(names, found, strict=True)),
+        documents=documents,
+        tokenize=tokenize,
+        tokenised=tokenised,
+        samples=samples,
+    )
+    if json_:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        show_evaluation(result)
+
+
+@app.command()
+@guarded
+def info(json_: Json = False) -> None:
+    """Print versions, devices and implementations."""
+    from reluformer.info import info as gather
+
+    found = gather()
+    if json_:
+        print(json.dumps(found, indent=2))
+        return
+    for topic, value in found.items():
+        if isinstance(value, dict):
+            print(f"{topic}:")
+            for name, detail in value.items():
+                print(f"  {name}: {_plain(detail)}")
+        else:
+            print(f"{topic}: {_plain(value)}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{name} {detail}" for name, detail in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "not installed" if value is None else str(value)
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Names of files, in full where the last part is not enough to tell them apart."""
+    short = [path.name for path in paths]
+    names = short if len(set(short)) == len(short) else [str(path) for path in paths]
+    if len(set(names)) < len(names):
+        raise UserError(f"hypothesis must name different files, got {', '.join(names)}")
+    return names
+
+
+def _splits(
+    given: dict[str, Pair | None],
+    corpus: str | None,
+    root: Path | None,
+    shards: int | None,
+    merge: bool,
+) -> "dict[str, list[TextPair]]":
+    from reluformer.data.corpora import CORPORA, corpus_files
+    from reluformer.data.text import TextPair
+
+    files = {name: [TextPair(*pair)] for name, pair in given.items() if pair is not None}
+    if corpus is None:
+        if "train" not in files:
+            known = ", ".join(CORPORA)
+            raise UserError(f"prepare needs --train SOURCE TARGET, or --corpus, one of {known}")
+        return files
+    if files:
+        raise UserError(f"corpus is {corpus!r}, so there can be no --{next(iter(files))} beside it")
+    if root is None:
+        raise UserError(f"corpus is {corpus!r}, but --root, the folder that holds it, is missing")
+    return corpus_files(corpus, root, shards=shards, merge=merge)
+
+
+@contextmanager
+def _counting(translator: "Translator") -> Iterator[None]:
+    """Show how many texts are translated, unless the translations themselves can be watched."""
+    if sys.stdout.isatty():
+        yield
+        return
+    done = 0
+    with progress("texts") as shown:
+
+        def count(texts: int) -> None:
+            nonlocal done
+            done += texts
+            shown.update(done, None, "translating")
+
+        translator.on_batch = count
+        yield

@@ -1,0 +1,163 @@
+"""What a person sees of a command: progress, tables, one-line errors. Rich is imported on use."""
+
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from reluformer.errors import UserError
+
+if TYPE_CHECKING:
+    from reluformer.evaluate import Evaluation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Exit statuses. Success is 0.
+MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+
+# Shorter work needs no progress; where there is no terminal, a line now and then is enough.
+_PATIENCE, _PLAIN_EVERY = 2.0, 15.0
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """A command whose expected failures end in one line on standard error and an exit status."""
+
+    @functools.wraps(command)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        _log_to_stderr()
+        try:
+            result = command(*arguments, **options)
+            sys.stdout.flush()
+            return result
+        except UserError as error:
+            _fail(str(error), MISTAKE)
+        except BrokenPipeError:
+            # Whoever read our output has gone; Python must not complain when it flushes the rest.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(BROKEN_PIPE)
+        except KeyboardInterrupt:
+            _fail("interrupted", INTERRUPTED)
+        except RuntimeError as error:
+            if type(error).__name__ != "Diverged":
+                raise
+            _fail(str(error), DIVERGED)
+        raise AssertionError
+
+    return run
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"reluformer: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _log_to_stderr() -> None:
+    """Warnings of the package as plain lines."""
+    log = logging.getLogger("reluformer")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("reluformer: %(levelname)s: %(message)s"))
+        logging.addLevelName(logging.WARNING, "warning")
+        log.addHandler(handler)
+
+
+class Progress:
+    """How far some work is: a bar on a terminal, plain lines elsewhere, nothing for short work."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self._start = time.monotonic()
+        self._spoke = self._start + _PATIENCE - _PLAIN_EVERY
+        self._bar: Any = None
+        self._task: Any = None
+
+    def update(self, done: int, total: int | None, doing: str) -> None:
+        """So many of `total` units are done, and this is being done."""
+        now = time.monotonic()
+        if now - self._start < _PATIENCE:
+            return
+        if sys.stderr.isatty():
+            self._draw(done, total, doing)
+        elif now - self._spoke >= _PLAIN_EVERY:
+            self._spoke = now
+            of = "" if total is None else f" of {total:,}"
+            print(f"{doing}: {done:,}{of} {self.unit}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _draw(self, done: int, total: int | None, doing: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            unit = TextColumn(self.unit)
+            console = Console(stderr=True)
+            self._bar = Bar(*columns, unit, TimeElapsedColumn(), console=console, transient=True)
+            self._task = self._bar.add_task(doing, total=total)
+            self._bar.start()
+        self._bar.update(self._task, description=doing, completed=done, total=total)
+
+
+@contextmanager
+def progress(unit: str) -> Iterator[Progress]:
+    """A progress that is taken away at the end."""
+    shown = Progress(unit)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table on standard output; the first column is text, the others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def show_evaluation(result: "Evaluation") -> None:
+    """Print scores as a table, one column a system, and their signatures below."""
+    count = f"{result.sentences:,} sentences"
+    if result.documents is not None:
+        count += f" in {result.documents:,} documents"
+    columns = ["score", *(system.name for system in result.systems)]
+    rows = [
+        [
+            score_label(scores[0].name, scores[0].level, scores[0].case),
+            *(f"{s.value:.2f}" for s in scores),
+        ]
+        for scores in zip(*(system.scores for system in result.systems), strict=True)
+    ]
+    for lengths in zip(*(system.by_length for system in result.systems), strict=True):
+        label = f"d-BLEU of {lengths[0].documents} with {lengths[0].words} words"
+        rows.append([label, *(f"{score.value:.2f}" for score in lengths)])
+    print_table(count, columns, rows)
+    for comparison in result.comparisons:
+        print(
+            f"{score_label(comparison.name, comparison.level, 'mixed')}: {comparison.system} "
+            f"{comparison.value:.2f} against {comparison.baseline_value:.2f}, "
+            f"p = {comparison.p_value:.4f}"
+        )
+    for score in result.systems[0].scores:
+        print(f"{score_label(score.name, score.level, score.case)}: {score.signature}")
+
+
+def score_label(name: str, level: str, case: str) -> str:
+    lower = ", lower-cased" if case == "lower" else ""
+    return f"{'d-' if level == 'document' else ''}{name}{lower}"

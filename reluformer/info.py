@@ -1,0 +1,63 @@
+"""What one pastes into a bug report: versions, devices, implementations."""
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from reluformer import __version__
+from reluformer.ops.call import Call
+from reluformer.ops.implementations import IMPLEMENTATIONS, choose
+from reluformer.ops.table import lookup
+from reluformer.ops.visibility import Visibility
+
+_PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "sacrebleu", "transformers")
+
+
+def info() -> dict[str, Any]:
+    """Plain values by topic."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "reluformer": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "devices": _devices(),
+        "threads": torch.get_num_threads(),
+        "implementations": {kind: _implementations(kind, device) for kind in ("relu", "softmax")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    found = [f"cpu ({platform.processor() or platform.machine()})"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        found.append(
+            f"cuda:{index} ({properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda})"
+        )
+    return found
+
+
+def _implementations(kind: str, device: str) -> dict[str, str]:
+    """For a typical call on `device`: what runs it, and why others cannot."""
+    heads = torch.zeros(1, 1, 64, 64, device=device)
+    call = Call(heads, heads, heads, Visibility(causal=True), scale=0.125)
+    row = lookup(kind)
+    chosen = choose(row, call, {}, "auto")
+    states = {}
+    for name, implementation in IMPLEMENTATIONS.items():
+        if implementation.device not in (None, device):
+            states[name] = f"needs {implementation.device}"
+        else:
+            reason = implementation.why_not(row, call, {})
+            states[name] = reason or ("available, chosen" if name == chosen else "available")
+    return states

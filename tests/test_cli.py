@@ -1,0 +1,269 @@
+"""The command line: what it prints, what it writes, and how it exits."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+import reluformer
+from reluformer.cli import app
+from reluformer.data import sample
+from reluformer.data.tokenizer import Tokenizer
+from reluformer.model import ReLUFormer
+from reluformer.recipe import recipe_from
+from reluformer.train import Diverged
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: object, stdin: str | bytes = "") -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "reluformer", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished model with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "slots": 16}
+    data = {"source": "sample", "unit": "document", "max_length": 24}
+    recipe = recipe_from({"data": data, "model": shape, "decode": {"beam": 2}})
+    tokenizer = Tokenizer.train([text for pair in sample.sentences(0, 50) for text in pair], 300)
+    ReLUFormer(recipe.model_with(tokenizer.vocab_size)).save_pretrained(folder)
+    tokenizer.save(folder / "tokenizer.json")
+    recipe.save(folder / "recipe.yaml")
+    return folder
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"reluformer {reluformer.__version__}\n"
+    for name in ("prepare", "train", "translate", "evaluate", "info"):
+        assert name in run("--help").stdout
+        assert run(name, "--help").exit_code == 0
+    assert run("--show-completion").exit_code in (0, 1)
+
+
+def test_it_runs_as_a_module_and_imports_little() -> None:
+    code = "import sys, reluformer.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "typer" in loaded
+    assert not loaded & {"rich", "sacrebleu", "tokenizers", "safetensors", "yaml", "transformers"}
+    done = subprocess.run(command("--version"), cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"reluformer {reluformer.__version__}\n"
+
+
+def test_info_tells_what_a_bug_report_needs() -> None:
+    text = run("info").stdout
+    found = json.loads(run("info", "--json").stdout)
+    assert found["packages"]["torch"] == torch.__version__
+    assert "chosen" in json.dumps(found["implementations"]["relu"])
+    for part in (reluformer.__version__, torch.__version__, "cpu", "softmax"):
+        assert part in text
+
+
+def write_sample(folder: Path) -> Path:
+    return sample.write(folder, train=20, dev=3, test=3, seed=1)
+
+
+def test_prepare_train_translate_evaluate(tmp_path: Path) -> None:
+    text = write_sample(tmp_path / "text")
+    pairs = {split: (text / f"{split}.en", text / f"{split}.de") for split in ("train", "dev")}
+    options = [part for split, pair in pairs.items() for part in (f"--{split}", *pair)]
+    data = tmp_path / "data"
+    done = run("prepare", data, *options, "--vocab-size", 300)
+    assert done.exit_code == 0, done.output
+    assert "train:" in done.stdout and "20 documents" in done.stdout
+    again = run("prepare", "--out", data, *options, "--vocab-size", 300, "--json")
+    assert json.loads(again.stdout)["vocab_size"] == 300
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{source: {data}, unit: document, max_length: 64}}\n"
+        "model: {width: 16, heads: 2, encoder_layers: 1, decoder_layers: 1, slots: 16}\n"
+        "train: {steps: 50, batch_tokens: 512, dev_every: null, calibration_batches: 1}\n",
+        encoding="utf-8",
+    )
+    out = tmp_path / "run"
+    train = ("train", recipe, "--out", out, "--set", "train.steps=2", "--set", "train.warmup=1")
+    done = run(*train)
+    assert done.exit_code == 0, done.output
+    weights = (out / "model" / "model.safetensors").stat().st_mtime_ns
+    assert run(*train).exit_code == 0
+    assert (out / "model" / "model.safetensors").stat().st_mtime_ns == weights
+
+    hypothesis = tmp_path / "dev.out"
+    done = run(
+        *("translate", "--model", out, "--document", "--input", pairs["dev"][0]),
+        *("--output", hypothesis, "--beam", 1),
+    )
+    assert done.exit_code == 0 and done.stdout == ""
+    source = pairs["dev"][0].read_text(encoding="utf-8").splitlines()
+    translated = hypothesis.read_text(encoding="utf-8").splitlines()
+    assert len(translated) == len(source)
+    assert [line == "<d>" for line in translated] == [line == "<d>" for line in source]
+
+    done = run("evaluate", "--reference", pairs["dev"][1], "--hypothesis", hypothesis)
+    assert done.exit_code == 0 and "BLEU" in done.stdout and "tok:13a" in done.stdout
+
+
+def test_translate_reads_stdin_and_writes_stdout(model: Path) -> None:
+    done = run("translate", "--model", model, stdin="It costs three euros.\n\nIt leaves at noon.\n")
+    lines = done.stdout.split("\n")
+    assert done.exit_code == 0
+    assert len(lines) == 4 and lines[0] and lines[2] and lines[1] == lines[3] == ""
+    assert run("translate", "--model", model, stdin="").stdout == ""
+
+
+def test_translate_can_sample_and_write_maps(model: Path, tmp_path: Path) -> None:
+    sampled = ("translate", "--model", model, "--sample", "--top-k", 50, "--temperature", 2)
+    first, second, third = (
+        run(*sampled, "--seed", seed, stdin="It costs three euros.\n").stdout for seed in (1, 1, 2)
+    )
+    assert first == second != third
+    maps = tmp_path / "maps.json"
+    run("translate", "--model", model, "--maps", maps, stdin="a b\nc\n")
+    found = json.loads(maps.read_text(encoding="utf-8"))
+    assert len(found) == 2
+    assert len(found[0]["cross"][0][0][0]) == len(found[0]["source"])
+
+
+@given(st.binary(max_size=60), st.booleans())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_translated_line_by_line(model: Path, data: bytes, document: bool) -> None:
+    options = ("--document",) if document else ()
+    done = run("translate", "--model", model, "--beam", 1, *options, stdin=data)
+    assert done.exit_code == 0
+    expected = data.count(b"\n") + (bool(data) and not data.endswith(b"\n"))
+    assert done.stdout_bytes.count(b"\n") == expected
+
+
+def test_evaluate_compares_systems(tmp_path: Path) -> None:
+    (tmp_path / "ref").write_text("<d>\nthe cat sat on the mat\n<d>\nthe dog\n", encoding="utf-8")
+    (tmp_path / "a").write_text("<d>\nthe cat sat on the mat\n<d>\na dog\n", encoding="utf-8")
+    (tmp_path / "b").write_text("<d>\nthe cat on the mat\n<d>\ndog the\n", encoding="utf-8")
+    files = ("--reference", tmp_path / "ref", "--hypothesis", tmp_path / "a")
+    both = (*files, "--hypothesis", tmp_path / "b", "--documents", "--samples", 20)
+    tokenised = [part for name in "ab" for part in ("--tokenised-hypothesis", tmp_path / name)]
+    table = run("evaluate", *both, "--tokenised-reference", tmp_path / "ref", *tokenised)
+    assert table.exit_code == 0, table.output
+    for part in ("d-BLEU", "tokenised BLEU", "lower-cased", "TER", "p = ", "tok:none"):
+        assert part in table.stdout
+    found = json.loads(run("evaluate", *both, "--json").stdout)
+    assert [system["name"] for system in found["systems"]] == ["a", "b"]
+    assert found["documents"] == 2 and found["comparisons"]
+
+
+MISTAKES = [
+    (("train", "none.yaml", "--out", "x"), "none.yaml"),
+    (("translate", "--model", "none"), "none holds neither"),
+    (("translate", "--model", "MODEL", "--beam", "0"), "beam must be at least 1"),
+    (("translate", "--model", "MODEL", "--input", "none.txt"), "none.txt cannot be read"),
+    (("translate", "--model", "MODEL", "--max-length", "1"), "max_length"),
+    (("evaluate", "--reference", "none", "--hypothesis", "x"), "none cannot be read"),
+    (("prepare", "x"), "--train SOURCE TARGET"),
+    (("prepare",), "one folder"),
+    (("prepare", "x", "--corpus", "multi30k"), "--root"),
+    (("prepare", "x", "--corpus", "nonsense", "--root", "y"), "multi30k"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda v: "-".join(v)[:40])
+def test_a_mistake_is_one_line_and_status_2(
+    arguments: tuple[str, ...],
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(*(model if argument == "MODEL" else argument for argument in arguments))
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("reluformer: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_misspelt_field_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recipe = ROOT / "recipes" / "toy-reverse.yaml"
+    done = run("train", recipe, "--out", out, "--set", "train.stepz=3")
+    assert done.exit_code == 2 and "train.stepz" in done.stderr and "steps" in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(Diverged(7, "loss is nan", {}), 3), (KeyboardInterrupt(), 130)]
+)
+def test_failures_have_their_own_status(
+    error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("reluformer.train.train", fail)
+    done = run("train", ROOT / "recipes" / "toy-reverse.yaml", "--out", tmp_path / "out")
+    assert done.exit_code == status
+    assert done.stderr.startswith("reluformer: ") and done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves_and_an_interruption_are_met_quietly(model: Path) -> None:
+    translate = command("translate", "--model", model, "--beam", 1)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    gone = subprocess.Popen(translate, cwd=ROOT, **pipes)
+    interrupted = subprocess.Popen(translate, cwd=ROOT, **pipes)
+    gone.stdout.close()
+    for process in (gone, interrupted):
+        process.stdin.write(b"one\n")
+        process.stdin.flush()
+    assert interrupted.stdout.readline()
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(timeout=60) == 130
+    said = interrupted.stderr.read().decode().splitlines()
+    assert said[-1] == "reluformer: interrupted"
+    assert all(line.startswith("reluformer: ") for line in said)
+    assert gone.wait(timeout=60) == 141
+    assert "Error" not in gone.stderr.read().decode()
+
+
+def test_two_processes_under_torchrun_translate_like_one(model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    # More than two processes get at once, in documents of different sizes.
+    texts = [f"{n} {'euros ' * (n % 5)}" if n % 7 else "<d>" for n in range(600)]
+    source.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    options = ("--model", model, "--input", source, "--beam", 1, "--document")
+    alone = run("translate", *options).stdout
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = [
+        subprocess.Popen(
+            command("translate", *options),
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs == [alone, ""]
+    assert alone.count("\n") == 600
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
