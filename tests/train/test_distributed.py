@@ -18,7 +18,12 @@ from tests.train.test_loop import metrics
 from tests.train.tiny import tiny
 from tests.train.worker import start
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(reluformer.__file__).parents[1]
+# The normalisation loss has a slope of 1 / (row sum): rows with almost no weight magnify the
+# rounding of float64 by up to a million within these steps. A wrong count or mean shows at 1e-2.
+ROUNDING = 1e-6
 # Accumulation, moving average, clipping and both regularisers, but no dropout: what is dropped is
 # drawn by each process.
 FIELDS: dict[str, Any] = {
@@ -81,12 +86,12 @@ def test_curves_and_weights_agree(runs: Path, parallel: str) -> None:
     alone, together = metrics(runs / "alone"), metrics(runs / parallel)
     assert [r["step"] for r in together] == list(range(9))
     for one, two in zip(alone, together, strict=True):
-        assert flat(two) == pytest.approx(flat(one), rel=1e-9, abs=1e-12)
+        assert flat(two) == pytest.approx(flat(one), rel=ROUNDING, abs=1e-9)
     for kind, tensors in checkpoint.load(runs / "alone", 8).tensors.items():
         found = checkpoint.load(runs / parallel, 8).tensors[kind]
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(found[name], tensor, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_a_run_changes_its_number_of_processes(runs: Path, tmp_path: Path) -> None:
@@ -103,7 +108,7 @@ def test_a_run_changes_its_number_of_processes(runs: Path, tmp_path: Path) -> No
     finally:
         torch.set_default_dtype(torch.float32)
     for one, two in zip(metrics(runs / "alone"), metrics(tmp_path), strict=True):
-        assert flat(two) == pytest.approx(flat(one), rel=1e-9, abs=1e-12)
+        assert flat(two) == pytest.approx(flat(one), rel=ROUNDING, abs=1e-9)
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:

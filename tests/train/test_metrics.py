@@ -1,8 +1,10 @@
 """Each step once in the metrics; statistics as defined; lines a person can read."""
 
+import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from reluformer.ops.stats import summarise
 from reluformer.train import train
 from reluformer.train.distributed import Processes
 from reluformer.train.metrics import Metrics
+from reluformer.train.report import reporter
 from reluformer.train.statistics import Meter, attention_statistics
 from tests.train.tiny import tiny
 
@@ -40,6 +43,29 @@ def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(UserError, match=r"train.tensorboard is true, but .* reluformer\[track\]"):
         Metrics(tmp_path / "metrics.jsonl", after=0, tensorboard=True)
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Board:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            self.opened, self.seen = (folder, purge_step), []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.seen.append((name, value, step))
+
+        def close(self) -> None:
+            self.seen.append("closed")
+
+    boards: list[Board] = []
+    module = SimpleNamespace(
+        SummaryWriter=lambda *a, **k: boards.append(Board(*a, **k)) or boards[0]
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", module)
+    metrics = Metrics(tmp_path / "metrics.jsonl", after=6, tensorboard=True)
+    metrics.write({"step": 7, "loss": 2, "dev": {"nll": 0.5}, "note": "words"})
+    metrics.close()
+    assert boards[0].opened == (str(tmp_path / "tensorboard"), 7)
+    assert boards[0].seen == [("loss", 2.0, 7), ("dev/nll", 0.5, 7), "closed"]
 
 
 def test_statistics_are_means_over_real_rows() -> None:
@@ -78,3 +104,21 @@ def test_plain_lines_where_there_is_no_terminal(
     assert lines[3].startswith("finished at step 2")
     train(tiny(steps=2, dev_every=2, log_every=2), tmp_path)
     assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with reporter(9) as shown:
+        shown.say("[not markup] step 1")
+        shown.advance(4)
+    assert "[not markup] step 1" in screen.getvalue() and "4/9" in screen.getvalue()
+    with reporter(9, speaks=False) as silent:
+        silent.say("nothing")
+        silent.advance(1)
+    assert "nothing" not in screen.getvalue()
