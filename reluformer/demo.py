@@ -1,0 +1,220 @@
+"""The demonstration behind `make demo`: a ReLUFormer and its softmax twin learn to translate.
+
+Both are trained side by side, one core each, by the same command as any run; then they translate
+documents that they have never seen. A second call finds the finished runs and goes on from there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reluformer import KeyValueMemory, __version__, relu_attention
+from reluformer.checkpoint import MODEL
+from reluformer.console import guarded, print_table, score_label
+from reluformer.data import sample
+from reluformer.errors import UserError
+from reluformer.evaluate import Evaluation, evaluate
+from reluformer.recipe import load_recipe
+from reluformer.translate import Translator
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "tiny.yaml"
+TWINS = {"ReLU": "relu", "softmax": "softmax"}
+
+_TEST_SEED, _TEST_DOCUMENTS = 2302, 50
+_POLL = 0.5
+_PLAIN_EVERY = 30.0
+
+Documents = list[list[str]]
+
+
+def demo(
+    folder: Path, overrides: Sequence[str] = (), documents: int = _TEST_DOCUMENTS
+) -> Evaluation:
+    """Show the idea, train the twins below `folder`, translate and score held-out documents."""
+    print(f"reluformer {__version__}: attention without softmax\n")
+    _show_memory()
+    print("\n2. Two twins learn to translate stories of dates, times and prices into German; this")
+    print("   takes about three minutes on two cores.")
+    _train(folder, overrides)
+    # As long as those seen in training.
+    generated = load_recipe(RECIPE, overrides).data.generated
+    assert generated is not None
+    most = generated.lengths[1]
+    pairs = list(sample.documents(_TEST_SEED, documents, (min(3, most), most), split="test"))
+    sources = [[english for english, _ in document] for document in pairs]
+    reference = [[german for _, german in document] for document in pairs]
+    found = {name: _translate(folder / kind, sources) for name, kind in TWINS.items()}
+    print("\n3. They translate a document that neither has seen.")
+    _show_document(sources[0], found["ReLU"][0], reference[0])
+    result = evaluate(reference, found, documents=True)
+    print(f"\n4. Their scores on {len(sources)} documents of that kind.")
+    _show_scores(result, found, reference)
+    return result
+
+
+def _show_memory() -> None:
+    """The memory view, checked while it is told."""
+    torch.manual_seed(0)
+    tokens, width, slots = 5, 64, 256
+    memory = KeyValueMemory(width, slots, "relu")
+    x = torch.randn(tokens, width)
+    with torch.no_grad():
+        feed_forward = memory(x)
+        q, k, v = (t.view(1, 1, -1, width) for t in (x, memory.keys, memory.values))
+        attention = relu_attention(q, k, v, scale=1.0, length_exponent=0.0)[0, 0]
+    assert isinstance(feed_forward, torch.Tensor)
+    difference = float((attention - feed_forward).abs().max())
+    print("1. One idea: a memory is weights(q K^T) V.")
+    print("   attention      keys and values are other tokens     relu_attention(q, k, v)")
+    print("   feed-forward   keys and values are learned slots    KeyValueMemory(width, slots)(x)")
+    print(f"   The same read: attention to the {slots} slots of a feed-forward layer is that layer")
+    print(
+        f"   (largest difference {difference:.1g}). ReLUFormer has ReLU in both, softmax in none."
+    )
+
+
+def _train(folder: Path, overrides: Sequence[str]) -> None:
+    """Train the twins that are not finished, at the same time."""
+    if not RECIPE.is_file():
+        raise UserError(f"{RECIPE} does not exist; the demonstration needs the repository")
+    steps = load_recipe(RECIPE, overrides).train.steps
+    running = {
+        name: _start(folder / kind, [*overrides, f"model.attention.kind={kind}"])
+        for name, kind in TWINS.items()
+        if not (folder / kind / MODEL).is_dir()
+    }
+    if not running:
+        print(f"   Both are trained already; remove {folder} to see it again.")
+        return
+    start = time.monotonic()
+    try:
+        with _watching(list(running), steps) as show:
+            while any(process.poll() is None for process in running.values()):
+                time.sleep(_POLL)
+                show({name: _progress(folder / TWINS[name]) for name in running})
+    finally:
+        for process in running.values():
+            process.terminate()
+    for name, process in running.items():
+        if process.wait():
+            log = (folder / f"{TWINS[name]}.log").read_text(encoding="utf-8").strip()
+            raise UserError(f"training {name} failed: {log.splitlines()[-1] if log else '?'}")
+    print(f"   Trained {steps} steps each in {time.monotonic() - start:.0f} s.")
+
+
+def _start(run: Path, settings: Sequence[str]) -> "subprocess.Popen[bytes]":
+    options = [part for setting in (*settings, "train.threads=1") for part in ("--set", setting)]
+    command = ["reluformer", "train", str(RECIPE), "--out", str(run.resolve()), *options]
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with (run.parent / f"{run.name}.log").open("wb") as log:
+        return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=log, stderr=log)
+
+
+def _progress(run: Path) -> tuple[int, float]:
+    """The last step that a run has reported, and its loss per token."""
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        record: dict[str, Any] = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return 0, float("nan")
+    return int(record["step"]), float(record.get("nll", float("nan")))
+
+
+@contextmanager
+def _watching(names: list[str], steps: int) -> Iterator[Any]:
+    """A function that shows (step, loss) by name: bars on a terminal, lines elsewhere."""
+    if not sys.stdout.isatty():
+        spoke = time.monotonic()
+
+        def say(states: dict[str, tuple[int, float]]) -> None:
+            nonlocal spoke
+            if time.monotonic() - spoke >= _PLAIN_EVERY:
+                spoke = time.monotonic()
+                told = [
+                    f"{name} {_state(step, steps, nll)}" for name, (step, nll) in states.items()
+                ]
+                print(f"   {'; '.join(told)}", flush=True)
+
+        yield say
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("   {task.description:8}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, transient=True) as bars:
+        tasks = {name: bars.add_task(name, total=steps, state="starts") for name in names}
+
+        def draw(states: dict[str, tuple[int, float]]) -> None:
+            for name, (step, nll) in states.items():
+                bars.update(tasks[name], completed=step, state=_state(step, steps, nll))
+
+        yield draw
+
+
+def _state(step: int, steps: int, nll: float) -> str:
+    return f"step {step} of {steps}, loss {nll:.2f}" if step else "starts"
+
+
+def _translate(run: Path, sources: Documents) -> Documents:
+    """Translate documents, several at a time."""
+    translator = Translator.load(run, device="cpu")
+    lines = translator.document([line for document in sources for line in (*document, "")])
+    rest = iter(lines)
+    return [[next(rest) for _ in (*document, "")][:-1] for document in sources]
+
+
+def _show_document(source: list[str], found: list[str], reference: list[str]) -> None:
+    for english, german, right in zip(source, found, reference, strict=True):
+        print(f"\n   English     {english}\n   ReLUFormer  {german}")
+        print("   reference   the same" if german == right else f"   reference   {right}")
+
+
+def _show_scores(result: Evaluation, found: dict[str, Documents], reference: Documents) -> None:
+    rows = []
+    signatures: dict[str, list[str]] = {}
+    for scores in zip(*(system.scores for system in result.systems), strict=True):
+        first = scores[0]
+        label = score_label(first.name, first.level, first.case)
+        if label in ("BLEU", "d-BLEU", "chrF2"):
+            rows.append([label, *(f"{score.value:.1f}" for score in scores)])
+            signatures.setdefault(first.signature, []).append(label)
+    exact = [_exact(texts, reference) for texts in found.values()]
+    rows.append(["sentences exactly right", *(f"{share:.0%}" for share in exact)])
+    print_table("", ["score", *found], rows)
+    for signature, labels in signatures.items():
+        print(f"   {', '.join(labels)}: {signature}")
+
+
+def _exact(found: Documents, reference: Documents) -> float:
+    pairs = [
+        pair
+        for texts, right in zip(found, reference, strict=True)
+        for pair in zip(texts, right, strict=True)
+    ]
+    return sum(text == right for text, right in pairs) / len(pairs)
+
+
+@guarded
+def main() -> None:
+    """Run the demonstration."""
+    parser = argparse.ArgumentParser(prog="python -m reluformer.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the runs go")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
+    arguments = parser.parse_args()
+    demo(arguments.out, arguments.set)
+
+
+if __name__ == "__main__":
+    main()
