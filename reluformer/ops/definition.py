@@ -125,9 +125,17 @@ class Attention:
         return 1 / math.sqrt(max(width // 2 if self.halves else width, 1))
 
 
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+# Every call asks; a dictionary, because compilers warn about functools.cache.
+_KEYWORDS: dict[Callable[..., Any], tuple[str, ...]] = {}
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
+    names = _KEYWORDS.get(function)
+    if names is None:
+        parameters = inspect.signature(function).parameters.values()
+        names = tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        _KEYWORDS[function] = names
+    return names
 
 
 def _pick(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

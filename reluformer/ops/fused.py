@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.ops import cpu
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.rule import Rectified
@@ -86,6 +87,18 @@ def triton_kernel() -> Kernel:
     return rectified_attention
 
 
+def cpu_supports(call: Call, rule: Rectified) -> str | None:
+    """Why the CPU path cannot run this call, or None."""
+    return cpu.supports(call.q, scale=call.scale, masked=call.visibility.mask is not None)
+
+
+def cpu_kernel() -> Kernel:
+    """The CPU path's entry point."""
+    return cpu.rectified_attention
+
+
+cpu_why_not = partial(why_not, cpu_supports)
+cpu_run = partial(run, cpu_kernel)
 triton_why_not = partial(why_not, triton_supports)
 triton_run = partial(run, triton_kernel)
 

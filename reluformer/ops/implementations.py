@@ -26,6 +26,8 @@ class Implementation:
     why_not: Callable[[Attention, Call, Options], str | None]
     device: str | None = None
     """`auto` considers it on this kind of device only; None means on all."""
+    automatic: bool = True
+    """Whether `auto` considers it at all."""
 
 
 def _anything(attention: Attention, call: Call, options: Options) -> str | None:
@@ -34,6 +36,7 @@ def _anything(attention: Attention, call: Call, options: Options) -> str | None:
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(fused.triton_run, fused.triton_why_not, device="cuda"),
+    "cpu": Implementation(fused.cpu_run, fused.cpu_why_not, automatic=False),
     "sdpa": Implementation(sdpa.run, sdpa.why_not),
     "reference": Implementation(reference.run, _anything),
 }
@@ -55,7 +58,8 @@ def choose(attention: Attention, call: Call, options: Options, impl: str) -> str
         return next(
             name
             for name, implementation in IMPLEMENTATIONS.items()
-            if implementation.device in (None, call.q.device.type)
+            if implementation.automatic
+            and implementation.device in (None, call.q.device.type)
             and implementation.why_not(attention, call, options) is None
         )
     if impl not in IMPLEMENTATIONS:

@@ -1,23 +1,25 @@
 """The tiled CPU path against the formula: outputs, all gradients, tiles cut small."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from reluformer.errors import UserError
 from reluformer.ops import cpu
-from tests.ops.rectified import CASES, Case, arguments, check, expected, found, weights
+from reluformer.ops.api import relu_attention
+from tests.ops.rectified import CASES, Case, arguments, check, error, expected, found, weights
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that no length fits, and a fast path that only one query takes."""
-    monkeypatch.setattr(cpu, "ROWS", 8)
-    monkeypatch.setattr(cpu, "COLUMNS", 16)
-    monkeypatch.setattr(cpu, "FEW_ROWS", 1)
+    """Tiles that no length fits."""
+    monkeypatch.setattr(cpu, "ROWS", dict.fromkeys(cpu.ROWS, 8))
+    monkeypatch.setattr(cpu, "SCORES", dict.fromkeys(cpu.SCORES, 8 * 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask is None], ids=str)
 def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
     bound = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
     check(cpu.rectified_attention, arguments(case, dtype, "cpu"), bound, 3 * bound)
@@ -76,9 +78,35 @@ def test_only_one_statistic_is_used() -> None:
     torch.testing.assert_close(grads, wanted)
 
 
-@pytest.mark.parametrize("change", [{"power": 3}, {"scale": 0.0}])
-def test_refuses_in_one_sentence(change: dict[str, float]) -> None:
+@pytest.mark.parametrize("change", [{"power": 3}, {"scale": 0.0}, {"mask": torch.ones(1)}])
+def test_refuses_in_one_sentence(change: dict[str, Any]) -> None:
     given = arguments(CASES[0], torch.float32, "cpu")
     q, k, v = (given.leaves[name] for name in "qkv")
     with pytest.raises(UserError, match=next(iter(change))):
         cpu.rectified_attention(q, k, v, **{**given.options, **change})
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 37, 0)])
+def test_reads_a_large_cache_where_it_lies(
+    lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "LARGE", 1)
+    case = Case("", batch=3, queries=1, keys=37, causal=True, key_lengths=lengths, statistics=1)
+    given = arguments(case, torch.float32, "cpu")
+    wanted, _ = expected(given)
+    with torch.no_grad():
+        out, sums, logs = cpu.rectified_attention(
+            *(given.leaves[name] for name in "qkv"), **given.options
+        )
+    assert error(out, wanted[0]) <= 2e-6
+    assert error(sums, wanted[1]) <= 2e-6
+    assert logs is None
+
+
+def test_runs_on_request() -> None:
+    q, k, v = (torch.randn(2, 4, 19, 16) for _ in "qkv")
+    options = {"causal": True, "gamma": torch.rand(4) + 1, "key_lengths": torch.tensor([19, 7])}
+    ours = relu_attention(q, k, v, impl="cpu", **options)
+    torch.testing.assert_close(ours, relu_attention(q, k, v, impl="reference", **options))
+    with pytest.raises(UserError, match="mask"):
+        relu_attention(q, k, v, impl="cpu", mask=torch.ones(19, 19, dtype=torch.bool))
