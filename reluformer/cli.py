@@ -229,14 +229,16 @@ def evaluate(
             )
         right, texts = scoring.read_aligned(tokenised_reference, given)
         tokenised = right, dict(zip(names, texts, strict=True))
-    result = scoring.evaluate(
-        wanted,
-        dict(zip(names, found, strict=True)),
-        documents=documents,
-        tokenize=tokenize,
-        tokenised=tokenised,
-        samples=samples,
-    )
+    with progress("parts") as shown:
+        result = scoring.evaluate(
+            wanted,
+            dict(zip(names, found, strict=True)),
+            documents=documents,
+            tokenize=tokenize,
+            tokenised=tokenised,
+            samples=samples,
+            progress=shown.update,
+        )
     if json_:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -6,7 +6,7 @@ spaces are one (d-BLEU). Tokenised BLEU, as old papers report it, is computed fr
 tokenised elsewhere, and labelled.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -101,12 +101,13 @@ def evaluate(
     tokenize: str = "13a",
     tokenised: tuple[Documents, Mapping[str, Documents]] | None = None,
     samples: int = 1000,
+    progress: Callable[[int, int | None, str], None] | None = None,
 ) -> Evaluation:
     """Score every system's sentences against the reference's, document by document.
 
     `documents` adds scores on whole documents. `tokenised` are the reference and the systems'
     outputs as tokenised elsewhere. Several systems are compared with the first by paired bootstrap
-    of so many `samples`.
+    of so many `samples`. `progress` is told what is done, of how much, and what comes next.
     """
     if tokenize not in TOKENIZERS:
         raise UserError(f"tokenize must be one of {', '.join(TOKENIZERS)}, got {tokenize!r}")
@@ -114,7 +115,11 @@ def evaluate(
         raise UserError(f"samples must be at least 1, got {samples}")
     if not hypotheses:
         raise UserError("there is no hypothesis to score")
-    systems = []
+    report = progress or (lambda done, total, text: None)
+    levels: tuple[Level, ...] = ("sentence", "document") if documents else ("sentence",)
+    compared = levels if len(hypotheses) > 1 else ()
+    total = len(hypotheses) + len(compared)
+    systems: list[System] = []
     shape = [len(document) for document in reference]
     for name, hypothesis in hypotheses.items():
         if [len(document) for document in hypothesis] != shape:
@@ -123,17 +128,19 @@ def evaluate(
                 f"{len(hypothesis)} documents, not as many in each as the reference: "
                 f"{sum(shape)} in {len(shape)}"
             )
-        scores = list(_scores(reference, hypothesis, "sentence", tokenize))
-        if documents:
-            scores += _scores(reference, hypothesis, "document", tokenize)
+        scores: list[Score] = []
+        for level in levels:
+            for score in _scores(reference, hypothesis, level, tokenize):
+                scores.append(score)
+                report(len(systems), total, f"scoring {name}: {score.name}")
         if tokenised is not None:
             scores.append(_tokenised(tokenised[0], tokenised[1][name]))
         by_length = _by_length(reference, hypothesis, tokenize) if documents else []
         systems.append(System(name, tuple(scores), tuple(by_length)))
     comparisons: list[Comparison] = []
-    if len(systems) > 1:
-        for level in ("sentence", "document") if documents else ("sentence",):
-            comparisons += _compare(reference, hypotheses, level, tokenize, samples)
+    for number, level in enumerate(compared, len(systems)):
+        report(number, total, f"comparing by {level}")
+        comparisons += _compare(reference, hypotheses, level, tokenize, samples)
     return Evaluation(
         sum(map(len, reference)),
         len(reference) if documents else None,

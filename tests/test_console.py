@@ -1,0 +1,59 @@
+"""Progress: nothing for short work, lines without a terminal, a bar on one."""
+
+import io
+
+import pytest
+
+from reluformer import console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_short_work_shows_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("lines") as shown:
+        clock[0] += 1.9
+        shown.update(5, 10, "working")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_lines_now_and_then_without_a_terminal(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with console.progress("lines") as shown:
+        for second in range(40):
+            shown.update(1000 * second, None if second < 20 else 50_000, "working")
+            clock[0] += 1
+    assert capsys.readouterr().err.splitlines() == [
+        "working: 2,000 lines",
+        "working: 17,000 lines",
+        "working: 32,000 of 50,000 lines",
+    ]
+
+
+def test_a_bar_on_a_terminal_goes_away(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with console.progress("lines") as shown:
+        clock[0] += 3
+        shown.update(5, 10, "working")
+        shown.update(10, 10, "working")
+    assert "working" in terminal.getvalue() and "10/10" in terminal.getvalue()
+
+
+def test_other_errors_are_not_hidden() -> None:
+    @console.guarded
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        broken()
