@@ -52,6 +52,8 @@ def demo(
     pairs = list(sample.documents(_TEST_SEED, documents, (min(3, most), most), split="test"))
     sources = [[english for english, _ in document] for document in pairs]
     reference = [[german for _, german in document] for document in pairs]
+    # Models as small as these are fastest on one core.
+    torch.set_num_threads(1)
     found = {name: _translate(folder / kind, sources) for name, kind in TWINS.items()}
     print("\n3. They translate a document that neither has seen.")
     _show_document(sources[0], found["ReLU"][0], reference[0])

@@ -9,8 +9,8 @@ from reluformer.demo import demo
 SMALL = [
     "data.generated.train=40",
     "data.generated.dev=2",
-    "data.generated.lengths=[1, 2]",
-    "data.generated.vocab_size=300",
+    "data.generated.lengths=[1, 1]",
+    "data.generated.vocab_size=600",
     "decode.beam=1",
     "model.width=16",
     "model.encoder_layers=1",
