@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from reluformer.demo import demo
+from reluformer.cli import app
+from reluformer.demo import RECIPE, demo
+from reluformer.errors import UserError
 
 SMALL = [
     "data.generated.train=40",
@@ -21,6 +24,30 @@ SMALL = [
     "train.bleu_every=null",
     "train.calibration_batches=1",
 ]
+
+
+class InProcess:
+    """Stands in for the process of a training, without another Python to start."""
+
+    def __init__(self, run: Path, settings: list[str]) -> None:
+        options = [part for setting in settings for part in ("--set", setting)]
+        done = CliRunner().invoke(app, ["train", str(RECIPE), "--out", str(run), *options])
+        run.parent.mkdir(exist_ok=True)
+        (run.parent / f"{run.name}.log").write_text(done.output, encoding="utf-8")
+        self.status = done.exit_code
+
+    def poll(self) -> int:
+        return self.status
+
+    wait = poll
+
+    def terminate(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reluformer.demo._start", InProcess)
 
 
 def test_the_demonstration_trains_translates_and_scores(
@@ -41,3 +68,10 @@ def test_the_demonstration_trains_translates_and_scores(
     again = capsys.readouterr().out
     assert "trained already" in again
     assert again.partition("\n3.")[2] == first.partition("\n3.")[2] != ""
+
+
+def test_a_failed_training_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "relu").mkdir()
+    (tmp_path / "relu" / "letter.txt").touch()
+    with pytest.raises(UserError, match=r"ReLU failed: .*letter.txt and is no run"):
+        demo(tmp_path, SMALL, documents=2)
