@@ -40,6 +40,10 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             # Whoever read our output has gone; Python must not complain when it flushes the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(BROKEN_PIPE)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _fail(f"{error.filename} cannot be used: {error.strerror}", MISTAKE)
         except KeyboardInterrupt:
             _fail("interrupted", INTERRUPTED)
         except RuntimeError as error:

@@ -121,10 +121,12 @@ def test_prepare_train_translate_evaluate(tmp_path: Path) -> None:
 
 
 def test_translate_reads_stdin_and_writes_stdout(model: Path) -> None:
-    done = run("translate", "--model", model, stdin="It costs three euros.\n\nIt leaves at noon.\n")
-    lines = done.stdout.split("\n")
-    assert done.exit_code == 0
-    assert len(lines) == 4 and lines[0] and lines[2] and lines[1] == lines[3] == ""
+    text = "It costs three euros.\n\nIt leaves at noon.\n"
+    for precision in ("float32", "bfloat16"):
+        done = run("translate", "--model", model, "--precision", precision, stdin=text)
+        lines = done.stdout.split("\n")
+        assert done.exit_code == 0
+        assert len(lines) == 4 and lines[0] and lines[2] and lines[1] == lines[3] == ""
     assert run("translate", "--model", model, stdin="").stdout == ""
 
 
@@ -173,6 +175,7 @@ MISTAKES = [
     (("translate", "--model", "MODEL", "--beam", "0"), "beam must be at least 1"),
     (("translate", "--model", "MODEL", "--input", "none.txt"), "none.txt cannot be read"),
     (("translate", "--model", "MODEL", "--max-length", "1"), "max_length"),
+    (("translate", "--model", "MODEL", "--output", "/dev/null/x"), "/dev/null cannot be used"),
     (("evaluate", "--reference", "none", "--hypothesis", "x"), "none cannot be read"),
     (("prepare", "x"), "--train SOURCE TARGET"),
     (("prepare",), "one folder"),

@@ -70,7 +70,8 @@ class Decoder:
     """
 
     def __init__(self, model: ReLUFormer, task: Task, beams: int) -> None:
-        assert not model.training
+        if model.training:
+            raise UserError("the model is in training mode; a search needs model.eval()")
         self.model, self.beams, self.length = model, beams, 0
         device = model.target_embedding.weight.device
         source, lengths = (t.to(device) for t in pad_sources(task.sources))

@@ -49,6 +49,17 @@ def test_the_longest_translation_is_bounded(config: SearchConfig) -> None:
         assert not found.complete
 
 
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(UserError, match="model.eval"):
+        search(tiny_model().train(), [[3, 4]])
+
+
+def test_half_precision() -> None:
+    model = tiny_model().bfloat16()
+    for config in METHODS:
+        assert search(model, [[3, 4], [5]], config)[0].tokens
+
+
 def test_nothing_to_translate() -> None:
     assert search(tiny_model(), []) == []
 
