@@ -19,23 +19,25 @@ class Gamma(nn.Module):
         self, init: float, *, heads: int | None = None, learned: bool, shared: bool = False
     ) -> None:
         super().__init__()
-        start = torch.full(() if heads is None else (heads,), math.log(init))
+        # One value is stored as [1], for sharded training has no place for single numbers.
+        start = torch.full((heads or 1,), math.log(init))
         if learned:
             self.log_gamma = nn.Parameter(start)
         else:
             self.register_buffer("log_gamma", start)
-        self.shared = shared
+        self.per_head, self.shared = heads is not None, shared
         self._corrections: list[Tensor] = []
 
     def forward(self) -> Tensor:
         """gamma, of shape [] or [H]."""
-        return self.log_gamma.exp()
+        gamma = self.log_gamma.exp()
+        return gamma if self.per_head else gamma.squeeze(0)
 
     @torch.no_grad()
     def observe(self, row_sums: Tensor, valid: Tensor, target: float) -> None:
         """Correct gamma so that `row_sums` [B, H, T] would average `target` over `valid` rows."""
         mask = valid.expand_as(row_sums)
-        over = (0, 1, 2) if self.log_gamma.dim() == 0 else (0, 2)
+        over = (0, 2) if self.per_head else (0, 1, 2)
         mean = (row_sums * mask).sum(dim=over) / mask.sum(dim=over).clamp_min(1)
         # A head without any weight tells nothing about its scale: it keeps its gamma.
         correction = torch.where(mean > 0, mean / target, 1.0).log()

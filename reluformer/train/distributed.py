@@ -109,12 +109,6 @@ def alike(tensor: Tensor, like: Tensor) -> Tensor:
 def _shard(model: ReLUFormer) -> Parallel:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise UserError(
-                f"train.parallel cannot be shard with the single number {name} to learn; allowed "
-                "are replicate, or gamma of each head"
-            )
     # It warns of in-place changes to a layer's output, of which the model makes none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in [*model.encoder, *model.decoder]:

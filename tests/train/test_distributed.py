@@ -37,7 +37,7 @@ FIELDS: dict[str, Any] = {
     "clip": 0.5,
     "model__dropout": 0.0,
     "model__decoder_layers": 2,
-    "model__attention": {"kind": "relu", "gamma": "head"},
+    "model__attention": {"kind": "relu", "gamma": "layer"},
 }
 
 
