@@ -95,7 +95,8 @@ class Translator:
                 trained_length,
             )
         device = model.target_embedding.weight.device.type
-        self.batch_tokens = batch_tokens or _BATCH_TOKENS.get(device, _BATCH_TOKENS["cuda"])
+        usual = _BATCH_TOKENS.get(device, _BATCH_TOKENS["cuda"])
+        self.batch_tokens = usual if batch_tokens is None else batch_tokens
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.on_batch: Callable[[int], None] = lambda texts: None

@@ -166,6 +166,15 @@ def test_going_beyond_the_trained_length_is_named(
         make(tokenizer, max_length=1)
 
 
+def test_impossible_settings_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="batch_tokens"):
+        make(tokenizer, batch_tokens=0)
+    with pytest.raises(UserError, match="beem is no setting of a search: .*beam"):
+        Translator.load("nowhere", beem=3)
+    with pytest.raises(UserError, match="nowhere"):
+        Translator.load("nowhere", beam=3)
+
+
 def test_order_and_results_do_not_depend_on_the_batches(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     texts = [" ".join(rng.choices(["the", "cat", "dog", "sat"], k=k % 9 + 1)) for k in range(40)]
