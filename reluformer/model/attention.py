@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from reluformer.model.cache import GrowingCache
 from reluformer.model.config import AttentionConfig, ModelConfig
@@ -108,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         context (beams), they are read as further query rows and the context is not repeated.
         With `record`, statistics cover all query rows or a random sample of `sample_rows`.
         """
-        start = 0 if cache is None else cache.length
+        start, visible = (0, None) if cache is None else (cache.start, cache.visible)
         q = _split(self.query(x), self.heads)
         if self.config.qk_norm:
             q = self.query_norm(q).to(q.dtype)
@@ -116,7 +117,9 @@ class MultiHeadAttention(nn.Module):
             q = rotate(q, start)
         if context is None:
             context = self.project(x, start)
-            context = context if cache is None else cache.append(context)
+            if cache is not None:
+                beams = 1 if visible is None else x.shape[0] // visible.shape[0]
+                context = cache.append(KeyValues(*(_beams_to_rows(t, beams) for t in context)))
         keys, values = context
         beams = q.shape[0] // keys.shape[0]
         q = _beams_to_rows(q, beams)
@@ -124,8 +127,12 @@ class MultiHeadAttention(nn.Module):
             keys, values = self.persistent.extend(keys, values)
             if key_lengths is not None:
                 key_lengths = key_lengths + self.persistent.slots
-        visibility = Visibility(causal=self.causal, key_lengths=key_lengths)
-        options = self._options(x)
+            if visible is not None:
+                visible = functional.pad(visible, (self.persistent.slots, 0), value=True)
+        # One new token sees all that came before it.
+        causal = self.causal and visible is None and q.shape[2] > 1
+        visibility = Visibility(mask=visible, causal=causal, key_lengths=key_lengths)
+        options = self._options(x, beams)
         if self.calibrating:
             self._calibrate(q, keys, visibility, options, query_lengths)
         with_map, with_stats = record == "weights", record != "nothing" and sample_rows is None
@@ -133,7 +140,8 @@ class MultiHeadAttention(nn.Module):
             q,
             keys,
             values,
-            causal=self.causal,
+            mask=visible,
+            causal=causal,
             key_lengths=key_lengths,
             dropout_p=self.config.dropout if self.training else 0.0,
             impl=self.config.impl if not with_map else "auto",
@@ -152,7 +160,7 @@ class MultiHeadAttention(nn.Module):
         output = self.out(_merge(heads))
         return Attended(output, stats, valid, result.weights)
 
-    def _options(self, x: Tensor) -> dict[str, Any]:
+    def _options(self, x: Tensor, beams: int) -> dict[str, Any]:
         """The options of this attention's kind: fixed ones, then what the layer has learned."""
         options: dict[str, Any] = dict(self.config.options)
         options.update(self.learned.items())
@@ -162,7 +170,7 @@ class MultiHeadAttention(nn.Module):
             learns = self.config.threshold == "head" or self.config.threshold_init != 0
             options.setdefault("threshold", self.threshold if learns else 0.0)
         if self.row.learned.get("gate") == "token":
-            options["gate"] = _split(self.gate(x), self.heads)
+            options["gate"] = _beams_to_rows(_split(self.gate(x), self.heads), beams)
         return options
 
     def _calibrate(

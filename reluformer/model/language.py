@@ -46,7 +46,9 @@ class ReLUFormerLM(Model):
 
         Equal, token by token, to the logits that `forward` gives for the whole text.
         """
-        x = self.embed(tokens, self.target_embedding, start=state.length)
+        start = state.length
+        state.grow(tokens)
+        x = self.embed(tokens, self.target_embedding, start=start)
         for layer, cache in zip(self.decoder, state.layers, strict=True):
             x, _, _ = layer(x, Sight(), cache=cache)
         return self.logits(self.decoder_norm(x))

@@ -98,7 +98,9 @@ class ReLUFormer(Model):
 
         Equal, token by token, to the logits that `forward` gives for the whole target.
         """
-        x = self.embed(tokens, self.target_embedding, start=state.length)
+        start = state.length
+        state.grow(tokens)
+        x = self.embed(tokens, self.target_embedding, start=start)
         for layer, source, cache in zip(self.decoder, state.source, state.layers, strict=True):
             x, _, _ = layer(x, Sight(), source, state.source_lengths, cache)
         return self.logits(self.decoder_norm(x))

@@ -27,7 +27,8 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     q, k, v = (tensor.to(dtype) for tensor in (call.q, call.k, call.v))
     # Query heads h of one group share a key/value head: [B, Hkv, ...] becomes [B, H, ...].
-    k, v = (tensor.repeat_interleave(call.groups, dim=1) for tensor in (k, v))
+    if call.groups > 1:
+        k, v = (tensor.repeat_interleave(call.groups, dim=1) for tensor in (k, v))
     visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
     if attention.halves:
         first, second = (

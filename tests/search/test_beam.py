@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from reluformer import ATTENTIONS
 from reluformer.search import SearchConfig, Task, beam_search, greedy, search
 from reluformer.search.beam import _Beams
 from tests.search.oracle import exhaustive, log_probability, tiny_model
@@ -105,6 +106,20 @@ def test_several_hypotheses_are_different_and_in_order() -> None:
         assert 1 <= len(found) <= 5
         assert len({tuple(h.tokens) for h in found}) == len(found)
         assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory"), [*((k, "relu") for k in ATTENTIONS), ("relu", "persistent")]
+)
+def test_long_hypotheses_have_the_scores_of_the_forward_pass(kind: str, memory: str) -> None:
+    """Long enough that the cache drops tokens which no hypothesis descends from."""
+    model = tiny_model(kind, vocabulary=12, memory=memory, decoder_layers=1).double()
+    lengths = [40, 9, 36]
+    task = Task([[3, 4, 5], [6], [7, 8, 9, 10, 11]], lengths, lengths, keys=range(3))
+    found = beam_search(model, task, SearchConfig(beam=4))
+    for source, (hypothesis,) in zip(task.sources, found, strict=True):
+        wanted = log_probability(model, list(source), hypothesis.tokens)
+        assert hypothesis.log_probability == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_beam_wider_than_the_vocabulary() -> None:
