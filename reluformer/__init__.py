@@ -1,8 +1,19 @@
 """Attention without softmax: ReLUFormer, its relatives, and document translation."""
 
-from reluformer.errors import UserError
-from reluformer.model import AttentionConfig, KeyValueMemory, ModelConfig, ReLUFormer, ReLUFormerLM
-from reluformer.ops import ATTENTIONS, AttentionResult, Stats, attention, relu_attention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reluformer.errors import UserError
+    from reluformer.model import (
+        AttentionConfig,
+        KeyValueMemory,
+        ModelConfig,
+        ReLUFormer,
+        ReLUFormerLM,
+    )
+    from reluformer.ops import ATTENTIONS, AttentionResult, Stats, attention, relu_attention
+    from reluformer.translate import Translator
 
 __version__ = "0.1.0"
 
@@ -15,8 +26,26 @@ __all__ = [
     "ReLUFormer",
     "ReLUFormerLM",
     "Stats",
+    "Translator",
     "UserError",
     "__version__",
     "attention",
     "relu_attention",
 ]
+
+_MODULES = ("errors", "ops", "model", "translate")
+
+
+def __getattr__(name: str) -> Any:
+    # Names are looked up on first use: the command line answers without loading torch.
+    if name in __all__:
+        for module in _MODULES:
+            found = import_module(f"reluformer.{module}")
+            if hasattr(found, name):
+                globals()[name] = getattr(found, name)
+                return globals()[name]
+    raise AttributeError(f"module 'reluformer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
