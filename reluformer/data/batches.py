@@ -196,10 +196,10 @@ class Batches:
         )
 
 
-def ladder(longest: int, *, per_octave: int = 2, multiple: int = 8) -> list[int]:
+def ladder(longest: int, *, per_octave: int = 4, multiple: int = 8) -> list[int]:
     """Bucket lengths up to `longest`, a few for each doubling, all multiples of `multiple`.
 
-    `ladder(100)` is [8, 16, 24, 32, 48, 64, 88, 104].
+    `ladder(100)` is [8, 16, 24, 32, 40, 48, 56, 64, 80, 88, 104].
     """
     top = ceil(longest / multiple)
     rungs = {round(2 ** (step / per_octave)) for step in range(ceil(log2(top) * per_octave))}

@@ -66,9 +66,7 @@ def load_data(recipe: Recipe) -> TrainingData:
             "train.bleu_every need; set both to null"
         )
     if config.direction == "backward":
-        corpora = {
-            name: replace(c, source=c.target, target=c.source) for name, c in corpora.items()
-        }
+        corpora = {name: _swapped(corpus) for name, corpus in corpora.items()}
     checksums = {"tokenizer": tokenizer.sha256}
     checksums.update({name: _checksum(corpus) for name, corpus in corpora.items()})
     splits = {name: Split(corpus, _cut(config, name, corpus)) for name, corpus in corpora.items()}

@@ -1,12 +1,12 @@
-"""Measuring on held-out examples while training."""
+"""Measuring a model in training: its attentions, and its loss and BLEU on held-out examples."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 
-from reluformer.data.batches import Batches
+from reluformer.data.batches import Batch, Batches
 from reluformer.data.corpus import Side
 from reluformer.data.tokenizer import SEP, Tokenizer
 from reluformer.model import ReLUFormer
@@ -14,8 +14,10 @@ from reluformer.model.losses import translation_loss
 from reluformer.search import SearchConfig, search
 from reluformer.train.data import Split
 from reluformer.train.distributed import Processes
-from reluformer.train.step import inputs
+from reluformer.train.statistics import Attention, attention_statistics
+from reluformer.train.step import inputs, real_rows
 
+_WATCHED_ROWS = 64
 _GREEDY = SearchConfig(beam=1)
 # Examples that are translated together; more would only wait for the longest.
 _TOGETHER = 64
@@ -30,6 +32,27 @@ def evaluating(model: ReLUFormer) -> Iterator[None]:
             yield
     finally:
         model.train()
+
+
+def watch(
+    model: ReLUFormer,
+    batches: Iterable[Batch],
+    group: Processes,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Attention:
+    """What the attentions do with some batches, on a sample of query rows.
+
+    A pass of its own: a step that is compiled or recorded has no place for these numbers.
+    """
+    with evaluating(model), autocast():
+        readings = [
+            reading
+            for batch in batches
+            for reading in real_rows(
+                model(**inputs(batch), record="stats", sample_rows=_WATCHED_ROWS).readings, batch
+            )
+        ]
+    return attention_statistics(readings, group)
 
 
 def dev_loss(

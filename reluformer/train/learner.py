@@ -13,9 +13,6 @@ from reluformer.model.pretrained import distinct_tensors
 from reluformer.recipe import TrainConfig
 from reluformer.train.distributed import Processes, alike, parallelise, whole
 
-# Shapes times modes of a layer that are compiled before the compiler would give up.
-_COMPILED_VARIANTS = 256
-
 
 class Learner:
     """Holds the tensors of a run; turns gradients into new weights; copies all to and from CPU."""
@@ -108,15 +105,12 @@ def replays(config: TrainConfig, group: Processes) -> bool:
 
 
 def compile_layers(model: ReLUFormer) -> None:
-    """Compile each layer in place.
+    """Compile each layer in place, for all shapes of batches at once.
 
-    Layers of one stack share their code, so few shapes mean few compilations; the whole model at
-    once would take a minute for each shape.
+    Layers of one stack share their code; the whole model would take a minute for each shape.
     """
-    torch._dynamo.config.recompile_limit = _COMPILED_VARIANTS
-    torch._dynamo.config.accumulated_recompile_limit = 4 * _COMPILED_VARIANTS
     for layer in [*model.encoder, *model.decoder]:
-        layer.compile(dynamic=False)
+        layer.compile(dynamic=True)
 
 
 def _optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

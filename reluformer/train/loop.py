@@ -19,7 +19,7 @@ from reluformer.model.losses import translation_loss
 from reluformer.recipe import Recipe
 from reluformer.train import folder
 from reluformer.train.data import TrainingData, load_data
-from reluformer.train.dev import dev_bleu, dev_loss
+from reluformer.train.dev import dev_bleu, dev_loss, watch
 from reluformer.train.distributed import Processes, processes
 from reluformer.train.divergence import Guard
 from reluformer.train.finish import final_weights, write_model
@@ -29,8 +29,8 @@ from reluformer.train.metrics import Metrics
 from reluformer.train.report import Reporter, reporter
 from reluformer.train.schedule import learning_rate, step_seed
 from reluformer.train.start import autocast, begin, torch_settings
-from reluformer.train.statistics import Attention, IntervalLosses, Meter, attention_statistics
-from reluformer.train.step import Objective, StepLosses
+from reluformer.train.statistics import Attention, IntervalLosses, Meter
+from reluformer.train.step import Objective
 
 
 class Trained(NamedTuple):
@@ -101,7 +101,7 @@ class _Loop:
             model.config,
             group,
             self.autocast,
-            torch.compile(translation_loss, dynamic=False) if compiled else translation_loss,
+            torch.compile(translation_loss, dynamic=True) if compiled else translation_loss,
         )
         if replays(self.config, group):
             self.objective = dataclasses.replace(self.objective, replay=Graphs(self._add_gradients))
@@ -118,7 +118,7 @@ class _Loop:
         self._greet(attention)
 
     def _add_gradients(self, batch: Batch, numbers: Tensor) -> Tensor:
-        return self.objective.add_gradients(self.learner.parallel, batch, numbers)[0]
+        return self.objective.add_gradients(self.learner.parallel, batch, numbers)
 
     def learn(self) -> RunState:
         """Take the steps that are left; return the state after the last."""
@@ -133,16 +133,16 @@ class _Loop:
                 step = state.step + 1
                 batches = [next(stream).to(group.device) for _ in range(config.accumulate)]
                 tokens = sum(batch.target_tokens for batch in batches)
-                looks = self._looks(step)
                 torch.manual_seed(step_seed(config.seed, step, group.rank))
-                losses = self.objective.backward(self.learner.parallel, batches, step, watch=looks)
+                losses = self.objective.backward(self.learner.parallel, batches, step)
+                attention = self._watch(batches[-1]) if self._looks(step) else None
                 norm = self.learner.update(step, learning_rate(config, step))
-                self.meter.add(losses.values, norm, tokens)
+                self.meter.add(losses, norm, tokens)
                 state = dataclasses.replace(
                     state, step=step, position=batches[-1].position, tokens=state.tokens + tokens
                 )
-                if looks:
-                    state = self._look(state, losses)
+                if attention is not None:
+                    state = self._look(state, attention)
                 self.listener.advance(step)
         return state
 
@@ -157,13 +157,17 @@ class _Loop:
         intervals = (config.log_every, config.checkpoint_every, config.dev_every, config.bleu_every)
         return any(_due(every, step, config.steps) for every in intervals)
 
-    def _look(self, state: RunState, losses: StepLosses) -> RunState:
+    def _watch(self, batch: Batch) -> Attention:
+        # Shards that a pass without a backward leaves gathered would miss the coming update.
+        with self.learner.parallel.whole_model():
+            return watch(self.learner.model, [batch], self.group, self.autocast)
+
+    def _look(self, state: RunState, attention: Attention) -> RunState:
         """Check, measure, report and save after a step; nothing bad is ever saved."""
         tokens = self.meter.tokens
         # Reading waits for the device: before it, the clock would miss the work still queued.
         interval = self.meter.read()
         seconds = time.perf_counter() - self.clock
-        attention = attention_statistics(losses.readings, self.group)
         self.guard.check(state.step, interval, attention)
         state = dataclasses.replace(state, lowest=self.guard.lowest)
         state, measured = self._measure(state)

@@ -15,11 +15,11 @@ from reluformer.model.pretrained import load_tensors
 from reluformer.model.scale import Gamma
 from reluformer.recipe import Recipe, TrainConfig
 from reluformer.train.data import TrainingData, calibration_batches
-from reluformer.train.dev import evaluating
+from reluformer.train.dev import watch
 from reluformer.train.distributed import Processes
 from reluformer.train.learner import Learner
-from reluformer.train.statistics import Attention, attention_statistics
-from reluformer.train.step import inputs, real_rows
+from reluformer.train.statistics import Attention
+from reluformer.train.step import inputs
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -88,10 +88,4 @@ def _calibrate(
     batches = [batch.to(group.device) for batch in calibration_batches(recipe, data)]
     if any(isinstance(module, Gamma) for module in model.modules()):
         model.calibrate(inputs(batch) for batch in batches)
-    with evaluating(model):
-        readings = [
-            reading
-            for batch in batches
-            for reading in real_rows(model(**inputs(batch), record="stats").readings, batch)
-        ]
-    return attention_statistics(readings, group)
+    return watch(model, batches, group, autocast(recipe.train, group.device))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +18,6 @@ from reluformer.train.distributed import Parallel, Processes
 from reluformer.train.schedule import regulariser_share
 
 _SITES: tuple[Site, ...] = ("encoder", "decoder", "cross")
-# Rows on which attentions without regularisers are watched.
-_WATCHED_ROWS = 64
-
-
-class StepLosses(NamedTuple):
-    """This process's part of a step's losses; the parts of all processes add up to the whole."""
-
-    values: Tensor
-    """[4]: loss that is minimised, negative log-likelihood per token, both regularisers."""
-    readings: tuple[Reading, ...]
-    """Of the step's last batch, without rows that hold no example; empty unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,7 @@ class Objective:
     autocast: Callable[[], AbstractContextManager[object]]
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = translation_loss
     replay: Callable[[Batch, Tensor], Tensor] | None = None
-    """Stands in for `add_gradients` where no readings are wanted."""
+    """Stands in for `add_gradients`."""
 
     @cached_property
     def regularised(self) -> frozenset[str]:
@@ -56,45 +44,40 @@ class Objective:
         rows = {site: lookup(self.model.attention_at(site).kind) for site in _SITES}
         return frozenset(s for s, row in rows.items() if row.rule is not None and not row.finish)
 
-    def backward(
-        self, parallel: Parallel, batches: Sequence[Batch], step: int, *, watch: bool
-    ) -> StepLosses:
-        """Add the gradients of one step's batches; `watch` asks for readings of all sites."""
+    def backward(self, parallel: Parallel, batches: Sequence[Batch], step: int) -> Tensor:
+        """Add the gradients of one step's batches.
+
+        Returns this process's part of the step's losses [4]: the loss that is minimised, negative
+        log-likelihood per token, both regularisers. The parts of all processes add up to the whole.
+        """
         tokens = sum(batch.target_tokens for batch in batches)
         total = torch.zeros(4, device=self.group.device)
-        readings: tuple[Reading, ...] = ()
         for number, batch in enumerate(batches, 1):
             share = batch.target_tokens / tokens
             warm = regulariser_share(self.config, step)
             # On the device, because a recorded step sees new numbers only there.
             numbers = torch.tensor([1 / tokens, share, share * warm]).to(self.group.device)
             with parallel.sharing(number == len(batches)):
-                if self.replay is not None and not watch:
+                if self.replay is not None:
                     total += self.replay(batch, numbers)
                 else:
-                    part, readings = self.add_gradients(parallel, batch, numbers, watch=watch)
-                    total += part
-        return StepLosses(total, readings if watch else ())
+                    total += self.add_gradients(parallel, batch, numbers)
+        return total
 
-    def add_gradients(
-        self, parallel: Parallel, batch: Batch, numbers: Tensor, *, watch: bool = False
-    ) -> tuple[Tensor, tuple[Reading, ...]]:
-        """Add one batch's gradients; its contribution [4] to the step's losses, and its readings.
+    def add_gradients(self, parallel: Parallel, batch: Batch, numbers: Tensor) -> Tensor:
+        """Add one batch's gradients; return its contribution [4] to the step's losses.
 
         `numbers` [3] are 1 / (tokens of the step), the batch's share of them, and that share times
         how far the regularisers have warmed up.
         """
-        sample_rows = self.config.sample_rows
-        if not self.regularised:
-            sample_rows = sample_rows or _WATCHED_ROWS
-        recording = watch or bool(self.regularised)
+        recording = bool(self.regularised)
         # Inductor fails on the statistics' reductions on Hopper (torch 2.11).
         stance = torch.compiler.set_stance("force_eager") if recording else nullcontext()
         with self.autocast(), stance:
             output = parallel.forward(
                 **inputs(batch),
                 record="stats" if recording else "nothing",
-                sample_rows=sample_rows,
+                sample_rows=self.config.sample_rows,
             )
             smooth, nll = self.cross_entropy(
                 output.logits,
@@ -102,8 +85,7 @@ class Objective:
                 pad_id=self.model.pad_id,
                 smoothing=self.config.smoothing,
             )
-        readings = real_rows(output.readings, batch)
-        normalisation, entropy = self._regularisers(readings)
+        normalisation, entropy = self._regularisers(real_rows(output.readings, batch))
         per_token, share, warm_share = numbers.unbind()
         loss = smooth * per_token + warm_share * (
             self.config.normalisation_weight * normalisation + self.config.entropy_weight * entropy
@@ -111,7 +93,7 @@ class Objective:
         # Peers average their gradients; sums are wanted.
         (loss * self.group.world).backward()  # type: ignore[no-untyped-call]
         parts = [loss, nll * per_token, share * normalisation, share * entropy]
-        return torch.stack([part.detach() for part in parts]), readings
+        return torch.stack([part.detach() for part in parts])
 
     def _regularisers(self, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
         counted = [reading for reading in readings if reading.site in self.regularised]

@@ -155,7 +155,7 @@ def test_ladder(longest: int) -> None:
     assert longest <= rungs[-1] < longest + 8
     # No rung is more than half again as long as the one before, beyond the shortest.
     assert all(high <= 1.6 * low for low, high in zip(rungs[1:], rungs[2:], strict=False))
-    assert ladder(100) == [8, 16, 24, 32, 48, 64, 88, 104]
+    assert ladder(100) == [8, 16, 24, 32, 40, 48, 56, 64, 80, 88, 104]
 
 
 def test_mistakes_are_named(corpus: Corpus) -> None:

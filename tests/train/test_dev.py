@@ -65,3 +65,19 @@ def test_bleu_compares_each_translation_with_its_reference(
     assert seen == [4, 4, 2] and bleu == pytest.approx(100)
     # An untrained model writes nonsense.
     assert dev.dev_bleu(model, data.tokenizer, the_split(data), examples=5) < 20
+
+
+def test_watching_sees_every_site_and_leaves_no_trace(data: TrainingData) -> None:
+    recipe = tiny(model__dropout=0.5)
+    torch.manual_seed(0)
+    model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size)).train()
+    batches = the_split(data).batches(recipe)
+    seen = [
+        dev.watch(model, list(batches.epoch(0))[:count], ALONE, nullcontext) for count in (2, 2, 1)
+    ]
+    assert set(seen[0]) == {"encoder", "decoder", "cross"}
+    # No dropout: two looks agree but for the order of their rows; other batches differ.
+    for site, first in seen[0].items():
+        assert seen[1][site] == pytest.approx(first, rel=1e-6)
+        assert seen[2][site] != pytest.approx(first, rel=1e-3)
+    assert model.training and all(p.grad is None for p in model.parameters())

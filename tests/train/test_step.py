@@ -1,7 +1,6 @@
 """A step's loss is the formula over the global batch, whatever fills or divides it."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from reluformer.model.losses import attention_losses
 from reluformer.recipe import Recipe
 from reluformer.train.data import TrainingData, load_data
 from reluformer.train.distributed import Processes, parallelise
-from reluformer.train.step import Objective, StepLosses, inputs
+from reluformer.train.step import Objective, inputs
 from tests.train.tiny import tiny
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -42,14 +41,10 @@ def some_batches(data: TrainingData, count: int, *, fixed_shapes: bool = False) 
     return [next(endless) for _ in range(count)]
 
 
-def step(
-    recipe: Recipe, model: ReLUFormer, batches: list[Batch], **arguments: Any
-) -> tuple[StepLosses, list[Tensor]]:
+def step(recipe: Recipe, model: ReLUFormer, batches: list[Batch]) -> tuple[Tensor, list[Tensor]]:
     objective = Objective(recipe.train, model.config, ALONE, nullcontext)
     model.zero_grad()
-    losses = objective.backward(
-        parallelise(model, recipe.train, ALONE), batches, step=5, **{"watch": False, **arguments}
-    )
+    losses = objective.backward(parallelise(model, recipe.train, ALONE), batches, step=5)
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return losses, gradients
 
@@ -57,8 +52,7 @@ def step(
 def test_the_loss_is_the_formula(data: TrainingData) -> None:
     recipe = tiny(smoothing=0.2, normalisation_weight=0.3, entropy_weight=0.7, model__dropout=0.0)
     model, batches = a_model(recipe, data), some_batches(data, 1)
-    (loss, nll, normalisation, entropy), readings = step(recipe, model, batches)[0]
-    assert readings == ()
+    loss, nll, normalisation, entropy = step(recipe, model, batches)[0]
     [batch] = batches
     output = model(**inputs(batch), record="stats")
     losses = attention_losses(output.readings)
@@ -82,7 +76,7 @@ def test_rows_that_fill_a_shape_change_nothing(data: TrainingData) -> None:
     assert pairs
     for one, other in pairs:
         first, second = step(recipe, model, [one]), step(recipe, model, [other])
-        torch.testing.assert_close(first[0].values, second[0].values)
+        torch.testing.assert_close(first[0], second[0])
         for a, b in zip(first[1], second[1], strict=True):
             torch.testing.assert_close(a, b)
 
@@ -104,7 +98,7 @@ def test_several_batches_make_one_step(data: TrainingData) -> None:
         )
         tokens += batch.target_tokens
     (total / tokens).backward()
-    torch.testing.assert_close(losses.values[0].double(), total.detach() / tokens)
+    torch.testing.assert_close(losses[0].double(), total.detach() / tokens)
     wanted = [p.grad for p in model.parameters() if p.grad is not None]
     for gradient, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, expected)
@@ -113,9 +107,8 @@ def test_several_batches_make_one_step(data: TrainingData) -> None:
 @pytest.mark.parametrize("kind", ["relu", "relu_n", "rela", "softmax"])
 def test_only_rectified_attentions_are_regularised(data: TrainingData, kind: str) -> None:
     recipe = tiny(model__attention={"kind": kind}, model__dropout=0.0)
-    losses, _ = step(recipe, a_model(recipe, data), some_batches(data, 1), watch=True)
-    assert (losses.values[2] > 0) == (kind in ("relu", "relu_n"))
-    assert {reading.site for reading in losses.readings} == {"encoder", "decoder", "cross"}
+    losses, _ = step(recipe, a_model(recipe, data), some_batches(data, 1))
+    assert (losses[2] > 0) == (kind in ("relu", "relu_n"))
 
 
 def test_each_site_is_regularised_by_its_own_kind(data: TrainingData) -> None:
@@ -123,5 +116,5 @@ def test_each_site_is_regularised_by_its_own_kind(data: TrainingData) -> None:
     cross = tiny(model__dropout=0.0, model__cross_attention={"kind": "softmax"})
     objective = Objective(cross.train, cross.model, ALONE, nullcontext)
     assert objective.regularised == {"encoder", "decoder"}
-    losses = [step(r, a_model(r, data), some_batches(data, 1))[0].values[2] for r in (both, cross)]
+    losses = [step(r, a_model(r, data), some_batches(data, 1))[0][2] for r in (both, cross)]
     assert 0 < losses[1] < losses[0]
