@@ -99,24 +99,28 @@ class Attention:
         # Implementations know the table's rows, so the table meets them only when a call runs.
         from reluformer.ops.implementations import run
 
+        check_tensors(q, k, v)
+        if scale is None:
+            scale = self.default_scale(q.shape[-1])
+        visibility = Visibility(mask, causal, key_lengths, window)
+        call = Call(q, k, v, visibility, scale, bias, dropout_p, return_weights, return_stats)
+        self.check(call, options, contents=check)
+        return run(self, call, options, impl)
+
+    def check(self, call: Call, options: Mapping[str, Any], *, contents: bool = False) -> None:
+        """Refuse a call or options that do not fit this attention; contents are read on request."""
         unknown = sorted(set(options) - self.options)
         if unknown:
             allowed = ", ".join(sorted(self.options)) or "none"
             raise UserError(
                 f"{self.name} attention has no option {unknown[0]!r}; its options: {allowed}"
             )
-        check_tensors(q, k, v)
-        if scale is None:
-            scale = self.default_scale(q.shape[-1])
-        visibility = Visibility(mask, causal, key_lengths, window)
-        call = Call(q, k, v, visibility, scale, bias, dropout_p, return_weights, return_stats)
         check_call(call)
-        if self.halves and q.shape[-1] % 2:
-            raise UserError(f"{self.name} attention needs an even width D, got {q.shape[-1]}")
+        if self.halves and call.q.shape[-1] % 2:
+            raise UserError(f"{self.name} attention needs an even width D, got {call.q.shape[-1]}")
         check_options(call, options, self.learned)
-        if check:
+        if contents:
             check_contents(call, options)
-        return run(self, call, options, impl)
 
     def default_scale(self, width: int) -> float:
         """1/sqrt(D) for dot products (of half the width where D is split), 1 for cosines."""

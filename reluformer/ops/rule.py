@@ -57,12 +57,14 @@ class Rectified:
 
     def row_scale(self, scores: Scores) -> Tensor | float:
         """c = 1 / (gamma * (n/2)^length_exponent), broadcastable to [B, H, Tq, 1]."""
-        gamma = per_head(self.gamma)
         if self.length_exponent == 0:
-            return 1 / gamma
+            return 1 / per_head(self.gamma)
+        return self.scale_of(scores.n)
+
+    def scale_of(self, n: Tensor) -> Tensor:
+        """c of rows that see n keys, n [..., Tq, 1] in a floating-point dtype."""
         # A row that sees nothing has no weight to scale; n = 1 there keeps the division finite.
-        n = scores.n.clamp_min(1)
-        return (n / 2) ** -self.length_exponent / gamma
+        return (n.clamp_min(1) / 2) ** -self.length_exponent / per_head(self.gamma)
 
 
 def per_head(value: float | Tensor) -> float | Tensor:
