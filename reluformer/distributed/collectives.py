@@ -1,0 +1,102 @@
+"""The two collectives of context parallelism, each the gradient of the other.
+
+A sequence over R ranks is 2R chunks, of which rank r holds number r and number 2R - 1 - r: its
+*shard*, [..., 2c, ...] with c tokens in a chunk. `gather` makes the whole sequence of all shards,
+`scatter_sum` adds whole tensors up and leaves each rank its shard of the sum. Sums are float32 at
+least; other traffic has the dtype of the tensors.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 gives these new names and warns of the old ones.
+if hasattr(dist, "all_gather_single"):
+    _all_gather_into, _reduce_scatter_into = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _all_gather_into, _reduce_scatter_into = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+
+def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The whole sequence [..., 2Rc, ...], in its order along `dim`, of shards [..., 2c, ...].
+
+    The gradient of a shard is the sum over the ranks of what each found for it.
+    """
+    whole: Tensor = _Gather.apply(shard, dim, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def scatter_sum(whole: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's shard [..., 2c, ...] of the sum over the ranks of [..., 2Rc, ...]."""
+    shard: Tensor = _ScatterSum.apply(whole, dim, group)  # type: ignore[no-untyped-call]
+    return shard
+
+
+def add_up(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' tensors, on every rank, without gradient."""
+    total = torch.clone(wide(tensor), memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks of a rank: one of the head and one of the tail of the sequence.
+
+    Under a causal mask late chunks see much and early ones little; every such pair sees the same.
+    """
+    return rank, 2 * ranks - 1 - rank
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in its own dtype where that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(shard, dim, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(wide(grad), ctx.dim, ctx.group).to(grad.dtype), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.dim, ctx.group, ctx.dtype = dim, group, whole.dtype
+        return _reduce_scatter(wide(whole), dim, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grad.to(ctx.dtype), ctx.dim, ctx.group), None, None
+
+
+def _all_gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    ranks = dist.get_world_size(group)
+    # Chunks come first on the wire, so that one copy on either side puts them in place.
+    sent = torch.stack(shard.chunk(2, dim))
+    received = sent.new_empty((2 * ranks, *sent.shape[1:]))
+    _all_gather_into(received, sent, group=group)
+    parts = dict(zip(_order(ranks), received, strict=True))
+    return torch.cat([parts[chunk] for chunk in range(2 * ranks)], dim)
+
+
+def _reduce_scatter(whole: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    ranks = dist.get_world_size(group)
+    chunks = whole.chunk(2 * ranks, dim)
+    sent = torch.stack([chunks[chunk] for chunk in _order(ranks)])
+    received = sent.new_empty((2, *sent.shape[1:]))
+    _reduce_scatter_into(received, sent, group=group)
+    return torch.cat(received.unbind(), dim)
+
+
+def _order(ranks: int) -> list[int]:
+    """All chunks, rank by rank."""
+    return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]

@@ -1,0 +1,285 @@
+"""What ranks check together: sharded attention against that of one process, in float64."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from reluformer import attention
+from reluformer.distributed import context_parallel
+from reluformer.distributed.collectives import scatter_sum
+from reluformer.distributed.context_parallel import ShardedCache, ShardedSequence
+from tests.ops.inputs import make, tensor_options
+
+CHECKS: dict[str, Callable[[dist.ProcessGroup], None]] = {}
+MOVES = ("keys", "queries")
+
+# Lengths that 2, 4 and 6 chunks divide, that none divides, and fewer tokens than chunks.
+LENGTHS = (12, 13, 3)
+
+
+def agree(
+    group: dist.ProcessGroup,
+    name: str = "relu",
+    *,
+    move: str,
+    length: int = 13,
+    heads: int = 4,
+    kv_heads: int = 2,
+    learned: bool = True,
+    impl: str = "auto",
+    lengths: tuple[int, int] | None = None,
+    **arguments: Any,
+) -> None:
+    """Output, and gradients of all inputs and options, equal those of one process."""
+    sequence = ShardedSequence(length, group)
+    whole = make(rows=length, keys=length, heads=heads, kv_heads=kv_heads, requires_grad=True)
+    options = tensor_options(name, whole[0], whole[2], requires_grad=True) if learned else {}
+    if lengths is not None:
+        arguments["key_lengths"] = torch.tensor(lengths)
+    expected = attention(name, *whole, impl="reference", **arguments, **options)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), [*whole, *options.values()])
+
+    shards = [sequence.shard(each.detach(), 2).requires_grad_() for each in whole]
+    own = {key: value.detach().clone().requires_grad_() for key, value in options.items()}
+    output = context_parallel.attention(
+        name, *shards, sequence, move=move, impl=impl, **arguments, **own
+    )
+    close(sequence.unshard(output, 2), expected)
+    loss = (output * sequence.shard(weights, 2)).sum()
+    found = torch.autograd.grad(loss, [*shards, *own.values()])
+    for grad, want in zip(found[:3], wanted[:3], strict=True):
+        close(grad, sequence.shard(want, 2))
+    for grad, want in zip(found[3:], wanted[3:], strict=True):
+        # The caller's reduction: each rank has a share.
+        dist.all_reduce(grad, group=group)
+        close(grad, want)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# This implementation refuses masks: blocks are full or causal, as the kernels want them. It rounds
+# tensor options to float32.
+CPU: dict[str, Any] = {"impl": "cpu", "learned": False, "gamma": 1.3, "threshold": 0.2}
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "padding": {"lengths": (2, 9)},
+    "padding beyond both ends": {"lengths": (0, 40)},
+    "causal padding": {"causal": True, "lengths": (1, 10)},
+    "one key head": {"causal": True, "kv_heads": 1},
+    "as many key heads": {"causal": True, "kv_heads": 4},
+    "numbers": {"learned": False, "causal": True, "gamma": 1.7, "threshold": -0.3, "scale": 0.5},
+    "power two": {"power": 2, "causal": True},
+    "no length": {"length_exponent": 0.0, "causal": True},
+    "other length": {"length_exponent": 0.8, "lengths": (5, 13)},
+    "slope": {"negative_slope": 0.2, "causal": True},
+    "without masks": {**CPU, "causal": True, "lengths": (4, 11)},
+    "without masks, full": {**CPU, "lengths": (4, 11)},
+    **{
+        name: {"name": name, "causal": True, "lengths": (7, 13)}
+        for name in (
+            "relu_n", "rela", "squared_relu", "squared_relu_n2", "leaky_relu", "cosine_relu"
+        )
+    },
+}  # fmt: skip
+for _move in MOVES:
+    for _name, _case in CASES.items():
+        CHECKS[f"{_name}, {_move}"] = partial(agree, move=_move, **_case)
+    for _length in LENGTHS:
+        for _causal in (False, True):
+            CHECKS[f"length {_length}, causal {_causal}, {_move}"] = partial(
+                agree, move=_move, length=_length, causal=_causal
+            )
+    CHECKS[f"one token, {_move}"] = partial(agree, move=_move, length=1, causal=True)
+
+
+def check(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def shards_hold_head_and_tail(group: dist.ProcessGroup) -> None:
+    sequence, tokens = ShardedSequence(13, group), torch.arange(1, 14)
+    shard = sequence.shard(tokens, 0)
+    position = sequence.positions()
+    assert shard.shape == position.shape == (sequence.shard_length,)
+    assert shard.tolist() == [p + 1 if p < 13 else 0 for p in position.tolist()]
+    first, last = position.view(2, -1)[:, 0].tolist()
+    assert first + last == sequence.padded_length - sequence.chunk
+    close(sequence.unshard(shard, 0), tokens)
+    nested = torch.randn(2, 13, 3)
+    close(sequence.unshard(sequence.shard(nested, -2), -2), nested)
+
+
+@check
+def unshard_has_a_gradient(group: dist.ProcessGroup) -> None:
+    sequence = ShardedSequence(7, group)
+    whole = torch.randn(7, dtype=torch.float64)
+    shard = sequence.shard(whole, 0).requires_grad_()
+    (sequence.unshard(shard, 0) ** 2).sum().backward()
+    # Every rank has computed the same loss.
+    assert shard.grad is not None
+    close(shard.grad, sequence.shard(2 * whole, 0) * sequence.ranks)
+
+
+@check
+def queries_read_another_sequence(group: dist.ProcessGroup) -> None:
+    targets, sources = ShardedSequence(5, group), ShardedSequence(17, group)
+    whole = make(rows=5, keys=17)
+    for lengths in (None, torch.tensor([17, 6])):
+        expected = attention("relu", *whole, key_lengths=lengths)
+        for move in MOVES:
+            q, (k, v) = targets.shard(whole[0], 2), (sources.shard(t, 2) for t in whole[1:])
+            output = context_parallel.attention(
+                "relu", q, k, v, targets, keys=sources, key_lengths=lengths, move=move
+            )
+            close(targets.unshard(output, 2), expected)
+
+
+@check
+def statistics_are_those_of_whole_rows(group: dist.ProcessGroup) -> None:
+    sequence = ShardedSequence(13, group)
+    whole = make(rows=13, keys=13, requires_grad=True)
+    arguments: dict[str, Any] = {"causal": True, "return_stats": True}
+    lengths = torch.tensor([13, 4])
+    expected = attention("relu", *whole, key_lengths=lengths, **arguments).stats
+    shards = [sequence.shard(each.detach(), 2).requires_grad_() for each in whole]
+    found = context_parallel.attention(
+        "relu", *shards, sequence, key_lengths=lengths, **arguments
+    ).stats
+    for one, other in zip(found, expected, strict=True):
+        close(sequence.unshard(one, 2), other)
+    wanted = torch.autograd.grad(expected.row_sum.sum() + expected.entropy.sum(), whole[:2])
+    mine = sequence.positions() < 13
+    loss = (found.row_sum + found.entropy)[..., mine].sum()
+    for grad, want in zip(torch.autograd.grad(loss, shards[:2]), wanted, strict=True):
+        close(grad, sequence.shard(want, 2))
+
+
+@check
+def gathered_keys_can_be_gathered_again_instead_of_held(group: dist.ProcessGroup) -> None:
+    sequence = ShardedSequence(13, group)
+    shards = [sequence.shard(t, 2).requires_grad_() for t in make(rows=13, keys=13)]
+    attend = partial(context_parallel.attention, "relu", sequence=sequence, causal=True)
+    outputs = [attend(*shards), checkpoint(attend, *shards, use_reentrant=False)]
+    once, again = (torch.autograd.grad(o.square().sum(), shards) for o in outputs)
+    for grad, want in zip(again, once, strict=True):
+        close(grad, want)
+
+
+@check
+def ranks_have_equal_work_and_skip_what_no_row_sees(group: dist.ProcessGroup) -> None:
+    chunk, width = 4, 8
+    sequence = ShardedSequence(2 * chunk * dist.get_world_size(group), group)
+    q, k, v = (torch.randn(1, 1, 2 * chunk, width) for _ in range(3))
+    for move in MOVES:
+        with FlopCounterMode(display=False) as counter:
+            context_parallel.attention("relu", q, k, v, sequence, causal=True, move=move)
+        blocks = 2 * sequence.ranks + 1
+        assert counter.get_total_flops() == blocks * chunk**2 * 2 * 2 * width
+
+
+@check
+def fused_kernels_run_the_pieces(group: dist.ProcessGroup) -> None:
+    if dist.get_world_size(group) != 2:
+        # Interpreted kernels are slow; two ranks have every kind of piece.
+        return
+    sequence = ShardedSequence(11, group)
+    shape = {"rows": 11, "keys": 11, "heads": 2, "kv_heads": 1, "width": 16, "value_width": 16}
+    whole = make(batch=1, **shape, requires_grad=True)
+    lengths = torch.tensor([8])
+    expected = attention("relu", *whole, causal=True, key_lengths=lengths)
+    wanted = torch.autograd.grad(expected.square().sum(), whole)
+    for move in MOVES:
+        shards = [sequence.shard(each.detach().float(), 2).requires_grad_() for each in whole]
+        output = context_parallel.attention(
+            "relu", *shards, sequence, causal=True, key_lengths=lengths, move=move, impl="triton"
+        )
+        close(sequence.unshard(output, 2), expected.float(), tolerance=1e-5)
+        own = output[:, :, sequence.positions() < 11]
+        for grad, want in zip(torch.autograd.grad(own.square().sum(), shards), wanted, strict=True):
+            close(grad, sequence.shard(want.float(), 2), tolerance=1e-4)
+
+
+@check
+def sums_over_ranks_are_float32(group: dist.ProcessGroup) -> None:
+    ranks = dist.get_world_size(group)
+    # 257 has no bfloat16.
+    whole = torch.full((2 * ranks,), 256.0 if dist.get_rank(group) == 0 else 1.0).bfloat16()
+    total = scatter_sum(whole, 0, group)
+    assert total.dtype == torch.float32
+    assert total.tolist() == [255.0 + ranks] * 2
+
+
+@check
+def half_precision_stays_close(group: dist.ProcessGroup) -> None:
+    sequence = ShardedSequence(64, group)
+    whole = make(rows=64, keys=64, width=16, value_width=16)
+    expected = attention("relu", *whole, causal=True)
+    for move in MOVES:
+        shards = [sequence.shard(each.bfloat16(), 2) for each in whole]
+        output = context_parallel.attention("relu", *shards, sequence, causal=True, move=move)
+        assert output.dtype == torch.bfloat16
+        found = sequence.unshard(output, 2).double()
+        assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
+@check
+def float16_does_not_overflow(group: dist.ProcessGroup) -> None:
+    sequence = ShardedSequence(64, group)
+    shards = [torch.full((1, 1, sequence.shard_length, 4), 30.0).half() for _ in range(3)]
+    for move in MOVES:
+        output = context_parallel.attention("relu_n", *shards, sequence, move=move)
+        # 64 scores of 1800 times 30 are beyond its range, their mean is not.
+        close(output, torch.full_like(output, 54000.0), tolerance=1e-3)
+
+
+def decode(group: dist.ProcessGroup, name: str, prompt: int, step: int) -> None:
+    """Decoding from a divided cache equals attention over the whole text, token by token."""
+    length = 23
+    q, k, v = make(rows=length, keys=length)
+    options = tensor_options(name, q[:, :, :1], v)
+    expected = attention(name, q, k, v, causal=True, **options)
+    cache = ShardedCache(group)
+    if prompt:
+        sequence = ShardedSequence(prompt, group)
+        cache.fill(*(sequence.shard(each[:, :, :prompt], 2) for each in (k, v)), sequence)
+        assert cache.length == prompt
+    for start in range(prompt, length, step):
+        new = slice(start, start + step)
+        cache.append(k[:, :, new], v[:, :, new])
+        output = cache.attend(name, q[:, :, new], **options)
+        close(output, expected[:, :, new])
+    assert cache.length == length
+    if not prompt:
+        assert max(cache.loads) - min(cache.loads) <= 1
+
+
+for _name in ("relu", "rela", "cosine_relu", "squared_relu"):
+    CHECKS[f"decode {_name}"] = partial(decode, name=_name, prompt=0, step=1)
+CHECKS["decode after a prompt"] = partial(decode, name="relu", prompt=9, step=1)
+CHECKS["decode several tokens at once"] = partial(decode, name="relu", prompt=3, step=5)
+
+
+@check
+def documented_code_runs(group: dist.ProcessGroup) -> None:
+    if dist.get_world_size(group) == dist.get_world_size():
+        path = Path(__file__).parents[2] / "docs" / "context-parallel.md"
+        names: dict[str, Any] = {}
+        for code in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
+            exec(compile(code, str(path), "exec"), names)
+        assert names["whole"].shape == (1, 4, 1001, 16)
+        assert names["cache"].length == 1011
