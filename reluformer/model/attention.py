@@ -1,22 +1,26 @@
 """Multi-head attention: a local memory whose keys and values are other tokens."""
 
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from reluformer.errors import UserError
 from reluformer.model.cache import GrowingCache
 from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.model.memory import KeyValueMemory
-from reluformer.model.positions import rotate
+from reluformer.model.positions import Start, rotate
 from reluformer.model.readings import KeyValues, Record
 from reluformer.model.scale import Gamma
 from reluformer.ops.definition import Attention
 from reluformer.ops.stats import Stats
 from reluformer.ops.table import lookup
 from reluformer.ops.visibility import Visibility
+
+if TYPE_CHECKING:
+    from reluformer.distributed.sequence import ShardedSequence
 
 
 class Attended(NamedTuple):
@@ -82,7 +86,7 @@ class MultiHeadAttention(nn.Module):
             self.gate = _projection(config.width, config.width)
         self.calibrating = False
 
-    def project(self, context: Tensor, start: int = 0) -> KeyValues:
+    def project(self, context: Tensor, start: Start = 0) -> KeyValues:
         """Keys and values [B, Hkv, T, D] of a context [B, T, width] that begins at `start`."""
         keys, values = self.key_value(context).chunk(2, dim=-1)
         keys, values = _split(keys, self.kv_heads), _split(values, self.kv_heads)
@@ -102,14 +106,20 @@ class MultiHeadAttention(nn.Module):
         cache: GrowingCache | None = None,
         record: Record = "nothing",
         sample_rows: int | None = None,
+        sequence: "ShardedSequence | None" = None,
     ) -> Attended:
         """Attend from x [B, Tq, width] to a projected context, or to x itself when it is None.
 
         A cache holds the earlier tokens of x. Where x has several rows for each sentence of the
         context (beams), they are read as further query rows and the context is not repeated.
-        With `record`, statistics cover all query rows or a random sample of `sample_rows`.
+        With `record`, statistics cover all query rows or a random sample of `sample_rows`. With
+        `sequence`, x is this rank's shard of one that several ranks share.
         """
-        start, visible = (0, None) if cache is None else (cache.start, cache.visible)
+        start: Start = 0 if cache is None else cache.start
+        visible = None if cache is None else cache.visible
+        if sequence is not None:
+            self._check_shared(context is None and cache is None, record)
+            start = sequence.positions(x.device)
         q = _split(self.query(x), self.heads)
         if self.config.qk_norm:
             q = self.query_norm(q).to(q.dtype)
@@ -120,6 +130,9 @@ class MultiHeadAttention(nn.Module):
             if cache is not None:
                 beams = 1 if visible is None else x.shape[0] // visible.shape[0]
                 context = cache.append(KeyValues(*(_beams_to_rows(t, beams) for t in context)))
+        if sequence is not None:
+            heads = self._across_ranks(q, context, sequence, key_lengths, self._options(x, 1))
+            return Attended(self._leave(heads), None, None, None)
         keys, values = context
         beams = q.shape[0] // keys.shape[0]
         q = _beams_to_rows(q, beams)
@@ -154,11 +167,47 @@ class MultiHeadAttention(nn.Module):
             valid = _valid_rows(query_lengths, q.shape[2], q.device)
             if sample_rows is not None:
                 stats, valid = self._sampled(q, keys, visibility, options, valid, sample_rows)
-        heads = _rows_to_beams(result.output, beams)
+        output = self._leave(_rows_to_beams(result.output, beams))
+        return Attended(output, stats, valid, result.weights)
+
+    def _leave(self, heads: Tensor) -> Tensor:
+        """The layer's output [B, T, width] from what its heads read, [B, H, T, D]."""
         if self.config.output_norm:
             heads = self.output_norm(heads).to(heads.dtype)
-        output = self.out(_merge(heads))
-        return Attended(output, stats, valid, result.weights)
+        output: Tensor = self.out(_merge(heads))
+        return output
+
+    def _check_shared(self, plain: bool, record: Record) -> None:
+        if not plain or record != "nothing" or self.calibrating or self.persistent is not None:
+            raise UserError(
+                "a sequence that ranks share takes self-attention without a cache, records, "
+                "calibration and persistent slots"
+            )
+
+    def _across_ranks(
+        self,
+        q: Tensor,
+        context: KeyValues,
+        sequence: "ShardedSequence",
+        key_lengths: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """What the heads read, [B, H, T, D], of this rank's tokens."""
+        # One process does without: the distributed package builds on this one.
+        from reluformer.distributed.context_parallel import attention
+
+        heads: Tensor = attention(
+            self.row.name,
+            q,
+            *context,
+            sequence,
+            causal=self.causal,
+            key_lengths=key_lengths,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            impl=self.config.impl,
+            **options,
+        )
+        return heads
 
     def _options(self, x: Tensor, beams: int) -> dict[str, Any]:
         """The options of this attention's kind: fixed ones, then what the layer has learned."""

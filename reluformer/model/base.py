@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from reluformer.model.attention import Attended, MultiHeadAttention
 from reluformer.model.config import ModelConfig
-from reluformer.model.positions import sinusoids
+from reluformer.model.positions import Start, sinusoids
 from reluformer.model.pretrained import load_pretrained, save_pretrained
 from reluformer.model.readings import Reading
 from reluformer.model.scale import Gamma
@@ -26,7 +26,7 @@ class Model(nn.Module):
         self.output = None if config.tie_embeddings else embedding_table(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def embed(self, tokens: Tensor, embedding: nn.Embedding, start: int = 0) -> Tensor:
+    def embed(self, tokens: Tensor, embedding: nn.Embedding, start: Start = 0) -> Tensor:
         """Tokens [B, T] as vectors [B, T, width], with positions where those are added."""
         x = embedding(tokens) * self.config.width**0.5
         if self.config.positions == "sinusoidal":

@@ -1,6 +1,6 @@
 """The blocks both models are built of: a residual branch, an encoder layer, a decoder layer."""
 
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -11,13 +11,20 @@ from reluformer.model.memory import KeyValueMemory
 from reluformer.model.readings import KeyValues, Record
 from reluformer.model.scale import Gamma
 
+if TYPE_CHECKING:
+    from reluformer.distributed.sequence import ShardedSequence
+
 
 class Sight(NamedTuple):
-    """What every layer of a pass is told: the lengths [B] of its queries, and what to report."""
+    """What every layer of a pass is told: the lengths [B] of its queries, and what to report.
+
+    With a `sequence` the pass sees this rank's tokens of it only.
+    """
 
     query_lengths: Tensor | None = None
     record: Record = "nothing"
     sample_rows: int | None = None
+    sequence: "ShardedSequence | None" = None
 
 
 class Residual(nn.Module):
@@ -65,6 +72,7 @@ class AttentionBranch(nn.Module):
             cache=cache,
             record=sight.record,
             sample_rows=sight.sample_rows,
+            sequence=sight.sequence,
         )
         return self.residual.leave(x, report.output), report
 

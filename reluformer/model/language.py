@@ -1,12 +1,18 @@
 """ReLUFormerLM: the decoder alone, as a language model."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from reluformer.model.base import Model, final_norm, reading, shared_gamma
 from reluformer.model.blocks import DecoderLayer, Sight
 from reluformer.model.cache import DecoderState, GrowingCache
 from reluformer.model.config import ModelConfig
+from reluformer.model.positions import Start
 from reluformer.model.readings import Output, Reading, Record
+
+if TYPE_CHECKING:
+    from reluformer.distributed.sequence import ShardedSequence
 
 
 class ReLUFormerLM(Model):
@@ -27,10 +33,19 @@ class ReLUFormerLM(Model):
         *,
         record: Record = "nothing",
         sample_rows: int | None = None,
+        sequence: "ShardedSequence | None" = None,
     ) -> Output:
-        """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end."""
-        sight = Sight(lengths, record, sample_rows)
-        x = self.embed(tokens, self.target_embedding)
+        """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end.
+
+        With a `sequence` that several ranks share, tokens are this rank's shard of it, and so are
+        the logits; nothing can be recorded then (see `reluformer.distributed.context_parallel`).
+        """
+        sight = Sight(lengths, record, sample_rows, sequence)
+        start: Start = 0
+        if sequence is not None:
+            sequence.check(tokens, 1, "tokens")
+            start = sequence.positions(tokens.device)
+        x = self.embed(tokens, self.target_embedding, start)
         readings: list[Reading] = []
         for index, layer in enumerate(self.decoder):
             x, own, _ = layer(x, sight)

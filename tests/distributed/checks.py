@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from reluformer import attention
+from reluformer import ReLUFormerLM, attention
 from reluformer.distributed import context_parallel
 from reluformer.distributed.collectives import scatter_sum
 from reluformer.distributed.context_parallel import ShardedCache, ShardedSequence
+from tests.model.factory import small
+from tests.model.factory import tokens as random_tokens
 from tests.ops.inputs import make, tensor_options
 
 CHECKS: dict[str, Callable[[dist.ProcessGroup], None]] = {}
@@ -272,6 +274,36 @@ for _name in ("relu", "rela", "cosine_relu", "squared_relu"):
     CHECKS[f"decode {_name}"] = partial(decode, name=_name, prompt=0, step=1)
 CHECKS["decode after a prompt"] = partial(decode, name="relu", prompt=9, step=1)
 CHECKS["decode several tokens at once"] = partial(decode, name="relu", prompt=3, step=5)
+
+
+def model_agrees(group: dist.ProcessGroup, **settings: Any) -> None:
+    """Logits and every weight's gradient of a language model equal those of one process."""
+    length = 11
+    sequence = ShardedSequence(length, group)
+    model = ReLUFormerLM(small(**settings)).double()
+    text = random_tokens(2, length)
+    expected = model(text).logits
+    weights = torch.randn_like(expected)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    wanted = torch.autograd.grad((expected * weights).sum(), parameters)
+    found = model(sequence.shard(text, 1), sequence=sequence).logits
+    close(sequence.unshard(found, 1), expected)
+    loss = (found * sequence.shard(weights, 1)).sum()
+    for grad, want in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
+        dist.all_reduce(grad, group=group)
+        close(grad, want)
+
+
+for _positions in ("sinusoidal", "rotary"):
+    CHECKS[f"model with {_positions} positions"] = partial(
+        model_agrees,
+        positions=_positions,
+        kv_heads=2,
+        attention_gamma="head",
+        attention_threshold="head",
+        attention_threshold_init=-0.1,
+        attention_output_norm=True,
+    )
 
 
 @check

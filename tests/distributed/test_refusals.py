@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reluformer import ATTENTIONS, UserError
+from reluformer import ATTENTIONS, ReLUFormerLM, UserError
 from reluformer.distributed.context_parallel import ShardedCache, ShardedSequence, attention
+from tests.model.factory import small, tokens
 from tests.ops.inputs import make
 
 
@@ -84,3 +85,13 @@ def test_caches(sequence: ShardedSequence) -> None:
         cache.attend("relu", q)
     with pytest.raises(UserError, match="only an empty cache can be filled, and this one holds 2"):
         cache.fill(k, v, sequence)
+
+
+def test_models(sequence: ShardedSequence) -> None:
+    text = tokens(1, 6)
+    with pytest.raises(UserError, match="without a cache, records, calibration and persistent"):
+        ReLUFormerLM(small())(text, sequence=sequence, record="stats")
+    with pytest.raises(UserError, match="softmax attention cannot be divided"):
+        ReLUFormerLM(small("softmax"))(text, sequence=sequence)
+    with pytest.raises(UserError, match="tokens must hold this rank's 4 tokens"):
+        ReLUFormerLM(small())(text, sequence=ShardedSequence(4))
