@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
-from reluformer.ops.visibility import Visibility
 
 
 def why_not(attention: Attention, call: Call, options: Mapping[str, Any]) -> str | None:
@@ -25,7 +24,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     rows, keys = call.q.shape[2], call.k.shape[2]
     rules = call.visibility
     # torch aligns `is_causal` to the start, we to the end: the same only for square maps.
-    plainly_causal = rules == Visibility(causal=True) and rows == keys and call.bias is None
+    plainly_causal = rules.only_causal and rows == keys and call.bias is None
     visible = None if plainly_causal else rules.table(rows, keys, call.q.device)
     mask, empty = visible, None
     if visible is not None:

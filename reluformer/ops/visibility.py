@@ -25,6 +25,12 @@ class Visibility:
     key_lengths: Tensor | None = None
     window: int | None = None
 
+    @property
+    def only_causal(self) -> bool:
+        """Whether causality alone hides keys."""
+        others = (self.mask, self.key_lengths, self.window)
+        return self.causal and all(rule is None for rule in others)
+
     def table(self, rows: int, keys: int, device: torch.device) -> Tensor | None:
         """Bool, broadcastable to [B, H, Tq, Tk] with full Tk; None when every key is visible."""
         allowed: list[Tensor] = []

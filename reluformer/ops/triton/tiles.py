@@ -1,8 +1,8 @@
 """Which tile each kernel uses: a table instead of a search at run time.
 
-The bfloat16 entries for widths 64 and 128 won on an H200 among six or seven candidates; the others
-are chosen so that nothing spills and shared memory suffices. A tile with fewer query rows than keys
-is allowed because the kernels bound whole tiles by both edges.
+The bfloat16 entries for widths 64 and 128 won on an H200 (`benchmarks/tiles.py`); the others are
+chosen so that nothing spills and shared memory suffices. A tile with fewer query rows than keys is
+allowed because the kernels bound whole tiles by both edges.
 """
 
 from collections.abc import Iterator
@@ -30,16 +30,51 @@ class Tile:
     prescale: bool = False
 
 
+# (kernel, padded width): tiles for sentences, with the longest key length they serve. A single tile
+# often holds all keys, so that one loop suffices.
+_SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
+    ("forward", 64): [
+        (32, Tile(32, 32, 4, 2, one_loop=True)),
+        (128, Tile(64, 64, 4, 2, one_loop=True)),
+        (256, Tile(64, 64, 4, 2)),
+    ],
+    ("forward", 128): [
+        (32, Tile(32, 32, 4, 2, one_loop=True)),
+        (128, Tile(64, 32, 4, 2, one_loop=True)),
+        (256, Tile(64, 32, 4, 2)),
+    ],
+    ("keys", 64): [
+        (32, Tile(32, 32, 4, 2, one_loop=True)),
+        (256, Tile(32, 64, 4, 2, one_loop=True)),
+    ],
+    ("keys", 128): [
+        (32, Tile(32, 32, 4, 2, one_loop=True)),
+        (128, Tile(64, 64, 4, 2, one_loop=True)),
+        (256, Tile(64, 64, 4, 2)),
+    ],
+    ("queries", 64): [
+        (32, Tile(32, 32, 4, 2, one_loop=True)),
+        (256, Tile(64, 64, 4, 2, one_loop=True)),
+    ],
+    ("queries", 128): [
+        (32, Tile(32, 32, 2, 1, one_loop=True)),
+        (128, Tile(64, 64, 4, 2, one_loop=True)),
+        (256, Tile(64, 64, 4, 2)),
+    ],
+}
 # (kernel, padded width, edged): tiles with the longest key length they serve.
 _LONG = 1 << 62
 _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 64, False): [(_LONG, Tile(128, 64, 8, 3))],
-    ("forward", 64, True): [(_LONG, Tile(128, 64, 8, 3))],
+    ("forward", 64, True): [(2048, Tile(128, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
     ("forward", 128, False): [(_LONG, Tile(256, 64, 8, 3))],
-    ("forward", 128, True): [(2048, Tile(256, 64, 8, 3)), (_LONG, Tile(128, 128, 8, 3))],
+    ("forward", 128, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 128, 8, 3))],
     ("forward", 256, False): [(_LONG, Tile(128, 64, 8, 2))],
     ("keys", 64, False): [(_LONG, Tile(64, 64, 4, 3))],
-    ("keys", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 3, prescale=True))],
+    ("keys", 64, True): [
+        (2048, Tile(128, 64, 4, 3, prescale=True)),
+        (_LONG, Tile(64, 64, 4, 3, prescale=True)),
+    ],
     ("keys", 128, False): [(_LONG, Tile(64, 128, 8, 3))],
     ("keys", 128, True): [
         (2048, Tile(64, 128, 8, 3)),
@@ -85,22 +120,24 @@ def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) ->
     for name, tile in _override.tiles:
         if name == kernel:
             return tile
-    table = _HALF if itemsize == 2 else _SINGLE
-    width = max(width, 64)
-    rows = table.get((kernel, width, edged)) or table[kernel, width, False]
+    rows = _rows(kernel, max(width, 64), edged, itemsize)
     return next(tile for limit, tile in rows if length <= limit)
 
 
 def every(kernel: Kernel, width: int, itemsize: int) -> list[Tile]:
     """All tiles the table can give for a padded width, without repetition."""
-    table = _HALF if itemsize == 2 else _SINGLE
     found = [
         tile
-        for (name, entry_width, _), rows in table.items()
-        for _, tile in rows
-        if name == kernel and entry_width == max(width, 64)
+        for edged in (False, True)
+        for _, tile in _rows(kernel, max(width, 64), edged, itemsize)
     ]
     return list(dict.fromkeys(found))
+
+
+def _rows(kernel: Kernel, width: int, edged: bool, itemsize: int) -> list[tuple[int, Tile]]:
+    short = _SHORT.get((kernel, width), []) if itemsize == 2 else []
+    table = _HALF if itemsize == 2 else _SINGLE
+    return short + (table.get((kernel, width, edged)) or table[kernel, width, False])
 
 
 def current() -> Override:

@@ -1,0 +1,199 @@
+"""Which tile serves which call: times candidates for every kernel, for `ops/triton/tiles.py`.
+
+    python benchmarks/tiles.py --out tiles.json            # all cases, a few minutes
+    python benchmarks/tiles.py --only sentence 1024        # cases whose name contains one
+
+Each case is a call as models make it (16,384 tokens, width 2048 or, for sentences, 512; learned
+gamma and threshold for sentences). Worker processes compile all candidates first. A candidate's
+time is the median over replays of a CUDA graph of some calls, so that the host does not count. The
+tests check every tile of the table against float64.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer.files import write_json
+from reluformer.ops.triton import launch, tiles
+from reluformer.ops.triton.problem import Problem
+from reluformer.ops.triton.tiles import Kernel, Tile
+
+TOKENS = 16_384
+CALLS, REPLAYS = 4, 7
+KERNELS: tuple[Kernel, ...] = ("forward", "keys", "queries")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of call; a sentence model's has learned gamma and threshold."""
+
+    width: int
+    mask: str
+    length: int
+    sentence: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.width} {self.mask} {self.length}" + " sentence" * self.sentence
+
+    def problem(self) -> Problem:
+        """Random tensors in the layout of the models: views of [B, T, H, D]."""
+        batch, heads = TOKENS // self.length, (512 if self.sentence else 2048) // self.width
+        made = torch.randn(3, batch, self.length, heads, self.width, device="cuda")
+        q, k, v = made.bfloat16().transpose(2, 3)
+        per_head = torch.rand(heads, device="cuda") + 0.5 if self.sentence else None
+        lengths = None
+        if self.mask == "lengths":
+            lengths = torch.randint(self.length * 3 // 4, self.length + 1, (batch,), device="cuda")
+        return Problem(
+            q, k, v, per_head, per_head, lengths, None, None, None, None,
+            scale=self.width**-0.5, gamma_value=1.0, threshold_value=0.0, length_exponent=0.5,
+            power=1, causal=self.mask == "causal", window=0, dropout_p=0.0,
+            max_q=self.length, max_k=self.length,
+        )  # fmt: skip
+
+
+SENTENCES = [
+    Case(width, mask, length, sentence=True)
+    for width in (64, 128)
+    for mask in ("lengths", "causal")
+    for length in (24, 32, 48, 64, 88, 128, 256)
+]
+LONG = [
+    Case(width, mask, length)
+    for width in (64, 128)
+    for mask in ("full", "lengths", "causal")
+    for length in (512, 1024, 2048, 4096)
+]
+
+
+def candidates(case: Case, kernel: Kernel) -> list[Tile]:
+    """What is tried; the table's own choice comes first."""
+    shapes = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2)]
+    if case.sentence and case.length <= 256:
+        shapes += [(32, 32, 2, 1), (32, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 1)]
+    else:
+        shapes += [(64, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 8, 3)]
+        if kernel == "forward":
+            shapes += [(256, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 3)]
+    found = [Tile(*shape) for shape in shapes]
+    if case.mask != "full":
+        found += [Tile(*shape, one_loop=True) for shape in shapes]
+        if kernel == "keys" and not case.sentence:
+            found += [Tile(*shape, prescale=True) for shape in shapes]
+    own = tiles.pick(kernel, case.width, case.mask != "full" or case.sentence, case.length, 2)
+    return list(dict.fromkeys([own, *found]))
+
+
+def work(problem: Problem, kernel: Kernel, learned: bool) -> Callable[[], object]:
+    """One call of the kernel alone."""
+    if kernel == "forward":
+        return lambda: launch.forward(problem, 0)
+    grad = torch.randn_like(problem.q)
+    out = torch.randn_like(problem.q) if learned else None
+    grads = launch.Gradients(out, None, grad, None, None)
+    first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
+    if kernel == "keys":
+        return lambda: launch.key_gradients(problem, grads, (), first, second)
+    rows = problem.q.new_empty(problem.q.shape[:3], dtype=torch.float32) if learned else None
+    shift = None if rows is None else torch.empty_like(rows)
+    return lambda: launch.query_gradients(problem, grads, (), first, rows, shift)
+
+
+def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:
+    """Compile and run once; the reason if that fails."""
+    case, kernel, tile = job
+    try:
+        with tiles.override({kernel: tile}):
+            work(case.problem(), kernel, case.sentence)()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:80]}"
+    return None
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Of one call on the device."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / CALLS)
+    return statistics.median(times)
+
+
+def jobs(cases: list[Case]) -> Iterator[tuple[Case, Kernel, Tile]]:
+    """Everything to time."""
+    for case in cases:
+        for kernel in KERNELS:
+            for tile in candidates(case, kernel):
+                yield case, kernel, tile
+
+
+def main() -> None:
+    """Compile, time, print the best of each case beside the table's choice."""
+    parser = argparse.ArgumentParser(description="Times tiles of the attention kernels.")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=200.0, help="stop timing after so long")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    cases = [case for case in SENTENCES + LONG if any(p in str(case) for p in arguments.only)]
+    # Lengths share their compilation: one of each kind is enough.
+    kinds = {(c.width, c.mask, c.sentence, k, t): (c, k, t) for c, k, t in jobs(cases)}
+    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+        failed = dict(zip(kinds, pool.map(compile_one, kinds.values(), chunksize=4), strict=True))
+    print(f"{len(kinds)} compiled in {time.monotonic() - start:.0f} s")
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        problem = case.problem()
+        for kernel in KERNELS:
+            if time.monotonic() - start > arguments.seconds:
+                break
+            call, taken = work(problem, kernel, case.sentence), {}
+            for tile in candidates(case, kernel):
+                if failed[case.width, case.mask, case.sentence, kernel, tile] is None:
+                    with tiles.override({kernel: tile}):
+                        taken[tile] = microseconds(call)
+            own = taken[candidates(case, kernel)[0]]
+            best = sorted(taken, key=taken.__getitem__)[:3]
+            shown = "  ".join(f"{taken[t]:.1f} {_short(t)}" for t in best)
+            print(f"{case!s:24} {kernel:8} table {own:7.1f} us | {shown}", flush=True)
+            rows += [
+                {"case": str(case), "kernel": kernel, **asdict(tile), "us": round(us, 2)}
+                for tile, us in taken.items()
+            ]
+    if arguments.out:
+        write_json(arguments.out, {"device": torch.cuda.get_device_name(), "rows": rows})
+    broken = {reason for reason in failed.values() if reason}
+    print(json.dumps(sorted(broken)[:5]))
+
+
+def _short(tile: Tile) -> str:
+    flags = "o" * tile.one_loop + "p" * tile.prescale
+    return f"{tile.queries}x{tile.keys}/{tile.warps}/{tile.stages}{flags}"
+
+
+if __name__ == "__main__":
+    main()
