@@ -82,8 +82,8 @@ def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = Tr
         "k": heads(case.kv_heads, case.keys, case.width),
         "v": heads(case.kv_heads, case.keys, case.value_width),
     }
-    # Gradients jump where a score is 0. Here q.k is exact in float32, a multiple of 1/64 plus 1/128:
-    # never 0, and no rounding decides on which side it falls.
+    # Gradients jump where a score is 0. Here q.k is exact in float32, a multiple of 1/64 plus
+    # 1/128: never 0, and no rounding decides on which side it falls.
     leaves["q"][..., 0] = 1.0
     leaves["k"][..., 0] = leaves["k"][..., 0].clamp(-0.5, 0.5) + 1 / 128
     small = dtype if dtype == torch.float64 else torch.float32
