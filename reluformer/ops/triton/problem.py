@@ -77,7 +77,9 @@ class Problem(NamedTuple):
     def tile(self, kernel: tiles.Kernel) -> tiles.Tile:
         """The tile of the table for this call."""
         width = max(pad(self.q.shape[-1]), pad(self.v.shape[-1]))
-        edged = self.per_row or self.key_lengths is not None or self.dropout_p > 0
+        # A tile of keys meets their lengths once, before its loop.
+        padded = self.key_lengths is not None and kernel != "keys"
+        edged = self.per_row or padded or self.dropout_p > 0
         return tiles.pick(kernel, width, edged, self.max_k, self.q.element_size())
 
     def mask_steps(self) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ],
     ("keys", 128, False): [(_LONG, Tile(64, 128, 8, 3))],
     ("keys", 128, True): [
-        (2048, Tile(64, 128, 8, 3)),
+        (2048, Tile(64, 64, 4, 2, prescale=True)),
         (_LONG, Tile(64, 128, 8, 3, prescale=True)),
     ],
     ("keys", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
