@@ -1,7 +1,9 @@
 """What one pastes into a bug report: versions, devices, implementations."""
 
 import platform
+import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,23 @@ def info() -> dict[str, Any]:
     }
 
 
+def commit() -> str | None:
+    """Commit of the checkout this package runs from, with `+` if files have changed since."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = _git(root, "rev-parse", "HEAD")
+        return found + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -37,7 +56,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> list[str]:
-    found = [f"cpu ({platform.processor() or platform.machine()})"]
+    found = [f"cpu ({_processor()})"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
@@ -45,6 +64,16 @@ def _devices() -> list[str]:
             f"cuda:{index} ({properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda})"
         )
     return found
+
+
+def _processor() -> str:
+    """The processor's name where the system tells, else its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def _implementations(kind: str, device: str) -> dict[str, str]:

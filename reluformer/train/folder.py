@@ -3,7 +3,6 @@
 import datetime
 import json
 import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ import reluformer
 from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, write_json
+from reluformer.info import commit
 from reluformer.model.pretrained import CONFIG
 from reluformer.recipe import Recipe, first_difference, load_recipe
 from reluformer.train.data import TrainingData
@@ -110,7 +110,7 @@ def _start(group: Processes, step: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {"reluformer": reluformer.__version__, **_versions()},
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -122,20 +122,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _commit() -> str | None:
-    """Commit of the checkout this package runs from, with `+` if files have changed since."""
-    root = Path(reluformer.__file__).parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
