@@ -1,10 +1,11 @@
-"""The command line: prepare, train, translate, evaluate, info.
+"""The command line: prepare, train, translate, evaluate, bench, info.
 
 Each command is a thin layer over a function of the package, imported when it runs. Exit statuses:
 0 success, 2 a user's mistake, 3 training diverged, 130 interrupted.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -243,6 +244,65 @@ def evaluate(
         print(json.dumps(result.to_dict(), indent=2))
     else:
         show_evaluation(result)
+
+
+@app.command()
+@guarded
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny cases that take seconds, to see that it works.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="Time for everything, roughly.")] = 480.0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Cases whose name contains or matches this."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bfloat16, float16 or float32; default what suits the device."),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU if there is one.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Of a CPU; default all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write, as the run goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write: .svg, .png or .pdf.")] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Show this JSON file instead of measuring.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Time every implementation of attention against its peers, once it agrees with float64."""
+    from reluformer.bench.measure import run
+    from reluformer.bench.plot import check_plot
+    from reluformer.bench.plot import plot as draw
+    from reluformer.bench.report import Report, table
+    from reluformer.files import write_json
+
+    if plot is not None:
+        check_plot(plot)
+    if from_ is not None:
+        if out or only or dtype or device or threads or quick:
+            raise UserError(
+                f"from is {from_}, so nothing is measured and only --plot fits beside it"
+            )
+        report = Report.load(from_)
+    else:
+        with progress("passes") as shown:
+            report = run(
+                device=device,
+                dtypes=tuple(dtype or ()),
+                only=only or (),
+                quick=quick,
+                threads=threads,
+                seconds=seconds,
+                command=shlex.join(["reluformer", *sys.argv[1:]]),
+                progress=shown.update,
+                save=lambda found: None if out is None else write_json(out, found.to_dict()),
+            )
+    print(json.dumps(report.to_dict(), indent=2) if json_ else table(report))
+    if plot is not None:
+        draw(report, plot)
 
 
 @app.command()

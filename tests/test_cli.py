@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"reluformer {reluformer.__version__}\n"
-    for name in ("prepare", "train", "translate", "evaluate", "info"):
+    for name in ("prepare", "train", "translate", "evaluate", "bench", "info"):
         assert name in run("--help").stdout
         assert run(name, "--help").exit_code == 0
     assert run("--show-completion").exit_code in (0, 1)

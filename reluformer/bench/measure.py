@@ -1,0 +1,224 @@
+"""The run: check everybody, then time who passed, pass by pass and case by case."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from reluformer.bench.cases import Case, Mode, Plan, plan
+from reluformer.bench.contestants import Contestant, contestants
+from reluformer.bench.features import PLAIN
+from reluformer.bench.gate import check_all, cotangents
+from reluformer.bench.report import MATMUL, Report, Row
+from reluformer.bench.timing import Call, Clock, OutOfTime, Times, ratio
+from reluformer.errors import UserError
+
+Progress = Callable[[int, int | None, str], None]
+Save = Callable[[Report], None]
+
+_MOST_COPIES = 16
+
+
+def run(
+    *,
+    device: str | None = None,
+    dtypes: tuple[str, ...] = (),
+    only: Sequence[str] = (),
+    quick: bool = False,
+    threads: int | None = None,
+    seconds: float,
+    command: str = "",
+    progress: Progress = lambda done, total, doing: None,
+    save: Save = lambda report: None,
+) -> Report:
+    """`measure` the cases for a device; by default a GPU if there is one."""
+    if not seconds > 0:
+        raise UserError(f"seconds must be above 0, got {seconds:g}")
+    if threads is not None:
+        if threads < 1:
+            raise UserError(f"threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch finds no GPU here")
+    chosen = plan(device, dtypes, quick).selected(only)
+    return measure(chosen, seconds=seconds, command=command, progress=progress, save=save)
+
+
+def measure(
+    chosen: Plan,
+    *,
+    seconds: float,
+    command: str = "",
+    progress: Progress = lambda done, total, doing: None,
+    save: Save = lambda report: None,
+) -> Report:
+    """Run a plan within about so many seconds; `save` gets the report as it grows."""
+    start = time.monotonic()
+    report = Report.begin(command, chosen.cases)
+    save(report)
+    # Without workers nothing is gained by checking all first, and time may run out before the end.
+    batches = [chosen.cases] if chosen.workers else [(case,) for case in chosen.cases]
+    total, done = sum(len(case.modes) for case in chosen.cases), 0
+
+    def left() -> float:
+        return seconds - (time.monotonic() - start)
+
+    for batch in batches:
+        if left() <= 0:
+            report.skipped |= {case.name: "time was up" for case in batch}
+            continue
+        for count, check in enumerate(check_all(batch, chosen.workers)):
+            report.checks.append(check)
+            doing = f"checked {count + 1} kernels" if chosen.workers else f"checking {check.case}"
+            progress(done, total, doing)
+        save(report)
+        for case in batch:
+            passed = {c.name for c in report.checks if c.case == case.name and c.passed}
+            entrants = [each for each in contestants(case).values() if each.name in passed]
+            for mode in case.modes:
+                progress(done, total, f"{case.name}, {mode}")
+                report.rows += _timed(chosen, case, mode, entrants, left, report.skipped)
+                done += 1
+            report.seconds = time.monotonic() - start
+            save(report)
+    return report
+
+
+def _timed(
+    plan: Plan,
+    case: Case,
+    mode: Mode,
+    entrants: list[Contestant],
+    left: Callable[[], float],
+    skipped: dict[str, str],
+) -> list[Row]:
+    """Rows of one pass; if it cannot be timed, none, and the reason in `skipped`."""
+    label = f"{case.name}, {mode}"
+    if left() <= 0:
+        skipped[label] = "time was up"
+        return []
+    try:
+        rows, left_out = _Pass(plan, case, mode, entrants).rows(left())
+        skipped |= {f"{label}, {name}": reason for name, reason in left_out.items()}
+        return rows
+    except OutOfTime as problem:
+        skipped[label] = str(problem)
+    except Exception as problem:
+        # One failure, such as too little memory for all at once, must not cost the other rows.
+        skipped[label] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
+    return []
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of one case, by everybody who may take part."""
+
+    plan: Plan
+    case: Case
+    mode: Mode
+    entrants: Sequence[Contestant]
+
+    def rows(self, left: float) -> tuple[list[Row], dict[str, str]]:
+        """Rows, and who was too slow for one."""
+        clock = Clock(self.case.device)
+        calls = {each.name: self._call(each, clock) for each in self.entrants}
+        size, dtype = self.plan.matmul, getattr(torch, self.case.dtype)
+        a, b = (torch.randn(size, size, device=self.case.device).to(dtype) for _ in range(2))
+        calls[MATMUL] = lambda: a @ b
+        times = clock.rounds(calls, self.plan.rounds, self.plan.row_seconds, left, yardstick=MATMUL)
+        kinds = {each.name: each.kind for each in self.entrants if each.name in times}
+        rows = summarise(
+            self.case,
+            self.mode,
+            kinds,
+            times,
+            matmul_flops=2.0 * size**3,
+            host=clock.host,
+            peaks={name: clock.peak(calls[name]) for name in kinds},
+        )
+        return rows, clock.left_out
+
+    def _call(self, contestant: Contestant, clock: Clock) -> Call:
+        case, run = contestant.case, contestant.run
+        sets = [case.inputs(seed) for seed in range(_copies(case, clock.cache_size()))]
+        for q, k, v, _ in sets:
+            for leaf in (q, k, v):
+                leaf.requires_grad_(self.mode in ("backward", "both"))
+        if self.mode == "backward":
+            *leaves, grad = sets[0]
+            outputs = run(*leaves)
+            arriving = cotangents(grad, outputs)
+            return lambda: torch.autograd.grad(outputs, leaves, arriving, retain_graph=True)
+        turns = cycle(sets)
+
+        def forward() -> None:
+            with torch.no_grad():
+                run(*next(turns)[:3])
+
+        def both() -> tuple[Tensor, ...]:
+            *leaves, grad = next(turns)
+            outputs = run(*leaves)
+            return torch.autograd.grad(outputs, leaves, cotangents(grad, outputs))
+
+        return both if self.mode == "both" else forward
+
+
+def _copies(case: Case, cache: int) -> int:
+    """Input sets that take turns, so that keys and values come from memory, not from the cache."""
+    return max(1, min(_MOST_COPIES, math.ceil(2 * cache / case.cache_bytes)))
+
+
+def summarise(
+    case: Case,
+    mode: Mode,
+    kinds: dict[str, str],
+    times: Times,
+    *,
+    matmul_flops: float,
+    host: dict[str, float],
+    peaks: dict[str, float],
+) -> list[Row]:
+    """Rows from the times of one pass, in milliseconds, by name; `kinds` leaves the matmul out."""
+    median = {name: statistics.median(found) for name, found in times.items()}
+    softmax = [name for name, kind in kinds.items() if kind == "softmax"]
+    best = min(softmax, key=median.__getitem__, default=None)
+    flops = case.flops(mode)
+
+    def figures(name: str, found: list[float]) -> dict[str, float]:
+        if name == MATMUL:
+            return {"tflops": matmul_flops / median[name] / 1e9}
+        if case.group == "features":
+            return {"relative": ratio(times[PLAIN], found)} if PLAIN in times else {}
+        share = ratio(found, times[MATMUL]) * flops / matmul_flops
+        made = {"tflops": flops / median[name] / 1e9, "of_matmul": share}
+        if best is not None:
+            made["x_softmax"] = ratio(found, times[best])
+        if mode == "decode":
+            made["gbytes"] = case.cache_bytes / median[name] / 1e6
+        return made
+
+    return [
+        Row(
+            case.name,
+            mode,
+            name,
+            kinds.get(name, MATMUL),
+            ms=median[name],
+            low=min(found),
+            high=max(found),
+            pairs=len(found),
+            host_us=host.get(name),
+            peak_mib=peaks.get(name),
+            **figures(name, found),
+        )
+        for name, found in times.items()
+    ]

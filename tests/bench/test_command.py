@@ -1,0 +1,117 @@
+"""`reluformer bench` from end to end, on tiny cases."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from reluformer.bench import measure as measuring
+from reluformer.bench.cases import Case, plan
+from reluformer.bench.contestants import Contestant, contestants
+from reluformer.bench.measure import measure
+from reluformer.cli import app
+from reluformer.ops import relu_attention
+
+ONLY = ("bench", "--quick", "--device", "cpu")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_quick_run_with_json_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    done = run(*ONLY, "--out", out, "--plot", picture)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text(encoding="utf-8"))
+    modes = {(row["mode"], row["name"]) for row in found["rows"]}
+    for name in ("relu cpu", "relu reference", "softmax sdpa", "SDPA-flash", "entmax15 reference"):
+        assert {(mode, name) for mode in ("forward", "backward", "both", "decode")} <= modes
+    assert ("both", "dropout") in modes and ("both", "matmul") in modes
+    for row in found["rows"]:
+        assert row["ms"] > 0 and row["pairs"] >= 3
+        if row["mode"] == "both" and row["name"] != "matmul":
+            assert row["peak_mib"] > 0
+    assert found["command"].startswith("reluformer") and found["seconds"] > 0
+    assert "| relu cpu" in done.stdout and "SDPA-cuDNN" in done.stdout
+    assert "</svg>" in picture.read_text(encoding="utf-8")
+    again = run("bench", "--from", out)
+    assert again.stdout == done.stdout
+    assert json.loads(run("bench", "--from", out, "--json").stdout) == found
+
+
+def test_json_on_standard_output_of_chosen_cases() -> None:
+    done = run(*ONLY, "--only", "decode", "--dtype", "bfloat16", "--json")
+    found = json.loads(done.stdout)
+    assert {row["mode"] for row in found["rows"]} == {"decode"}
+    assert {case["dtype"] for case in found["cases"]} == {"bfloat16"}
+
+
+def wrong(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (1.01 * relu_attention(q, k, v, impl="reference"),)
+
+
+def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(case: Case) -> dict[str, Contestant]:
+        found = contestants(case)
+        kept = {name: found[name] for name in ("relu cpu", "SDPA-flash")}
+        return {**kept, "wrong": Contestant("wrong", "relu", wrong, case)}
+
+    monkeypatch.setattr("reluformer.bench.gate.contestants", joined)
+    monkeypatch.setattr(measuring, "contestants", joined)
+    done = run(*ONLY, "--only", "full, n 128")
+    assert "refused: error of" in done.stdout and done.exit_code == 0
+    found = json.loads(run(*ONLY, "--only", "full, n 128", "--json").stdout)
+    assert {row["name"] for row in found["rows"]} == {"relu cpu", "SDPA-flash", "matmul"}
+
+
+def test_without_time_nothing_is_dropped_silently() -> None:
+    report = measure(plan("cpu", quick=True), seconds=1e-9)
+    assert not report.rows
+    assert set(report.skipped.values()) == {"time was up"}
+    assert len(report.skipped) == len(report.cases)
+
+
+def test_a_failure_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    summarise = measuring.summarise
+
+    def fail(case: Case, mode: str, *arguments: object, **options: object) -> object:
+        if mode == "backward":
+            raise MemoryError("too large\nby far")
+        return summarise(case, mode, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "summarise", fail)
+    report = measure(plan("cpu", quick=True).selected(["full, n 128"]), seconds=60)
+    assert {row.mode for row in report.rows} == {"forward", "both"}
+    assert list(report.skipped.values()) == ["MemoryError: too large"]
+
+
+MISTAKES = [
+    (("--seconds", "0"), "seconds must be above 0, got 0"),
+    (("--threads", "0"), "threads must be at least 1, got 0"),
+    (("--dtype", "int8"), "dtype must be one of"),
+    (("--only", "nonsense"), "matches no case"),
+    (("--plot", "x.gif"), "plot must end in"),
+    (("--out", "/dev/null/x.json"), "/dev/null cannot be used"),
+    (("--from", "none.json"), "none.json cannot be used"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda v: " ".join(v)[:30])
+def test_a_mistake_is_one_line(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = ("bench",) if "--from" in arguments else ONLY
+    done = run(*base, *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_and_a_measurement_exclude_each_other() -> None:
+    done = run("bench", "--from", "x.json", "--quick")
+    assert done.exit_code == 2 and "nothing is measured" in done.stderr

@@ -1,0 +1,183 @@
+"""The gate: right kernels pass, wrong ones and those that cannot run get no speed."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from reluformer.bench import contestants as entrants
+from reluformer.bench import gate
+from reluformer.bench.cases import Case
+from reluformer.bench.contestants import Contestant, contestants, flex_log_of_relu, flex_softmax
+from reluformer.ops import relu_attention
+
+CASE = Case("dense", "cpu", "float32", 2, 4, 2, 40, 40, 16, causal=True)
+
+
+def relu(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (relu_attention(q, k, v, causal=True, impl="reference"),)
+
+
+def verdict(run: entrants.Run, case: Case = CASE, kind: str = "relu") -> gate.Check:
+    return gate.check(case, Contestant("injected", kind, run, case))
+
+
+def test_everybody_on_this_machine_passes_or_gives_a_reason() -> None:
+    checks = {each.name: gate.check(CASE, each) for each in contestants(CASE).values()}
+    for name in ("relu cpu", "relu reference", "softmax sdpa", "SDPA-flash", "entmax15 reference"):
+        assert checks[name].passed, checks[name]
+        assert {"out", "dq", "dk", "dv"} <= set(checks[name].errors)
+    assert "hard dv" in checks["relu cpu"].errors
+    assert "hard dv" not in checks["SDPA-flash"].errors
+    for check in checks.values():
+        assert check.passed or check.absent and "\n" not in check.absent
+    assert not checks["SDPA-cuDNN"].passed
+
+
+def wrong_scale(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (relu(q, k, v)[0] * 1.001,)
+
+
+def wrong_last_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    out = relu(q, k, v)[0]
+    return (torch.cat([out[:, :-1], out[:, -1:] + 0.01], dim=1),)
+
+
+def looks_ahead(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (relu_attention(q, k, v, impl="reference"),)
+
+
+def no_gradient_for_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (relu(q, k.detach() + 0 * k, v)[0],)
+
+
+def not_a_number(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (relu(q, k, v)[0] * float("nan"),)
+
+
+def cancels(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    # Right where weights are dense, wrong where they are sparse and values have a mean.
+    return (relu(q, k, v)[0] + 3e-6 * v.sum(dim=2, keepdim=True).repeat(1, 2, 1, 1),)
+
+
+@pytest.mark.parametrize(
+    ("run", "named"),
+    [
+        (wrong_scale, "error of"),
+        (wrong_last_head, "error of hard out"),
+        (looks_ahead, "error of"),
+        (no_gradient_for_keys, "error of"),
+        (not_a_number, "nan"),
+        (cancels, "error of hard out"),
+    ],
+)
+def test_a_wrong_kernel_is_refused(run: entrants.Run, named: str) -> None:
+    found = verdict(run)
+    assert not found.passed and found.refused is not None and named in found.refused
+    assert found.errors
+
+
+def test_the_right_kernel_is_not() -> None:
+    assert verdict(relu).passed
+
+
+def test_what_cannot_run_is_absent_with_one_line() -> None:
+    def broken(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("no such kernel\nwith details")
+
+    assert verdict(broken).absent == "no such kernel"
+
+
+def test_decoding_is_checked_forward_only() -> None:
+    case = Case("decode", "cpu", "float32", 2, 4, 2, 1, 33, 16)
+    for name in ("relu cpu", "SDPA-flash"):
+        found = gate.check(case, contestants(case)[name])
+        assert found.passed and "dq" not in found.errors
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
+def test_the_formula_in_parts_is_the_formula(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_CHUNK", chunk)
+    window = replace(CASE, queries=9, keys=9)
+    for options in ({}, {"window": 3}, {"key_lengths": torch.tensor([9, 4])}):
+        given = [gate._corners(window, each) for each in window.inputs(0)]
+        contestant = Contestant("x", "relu", relu, window, options=lambda b, h, o=options: dict(o))
+        found = gate._formula(contestant, given, backward=True)
+        *leaves, grad = (each.double() for each in given)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = relu_attention(*leaves, causal=True, impl="reference", **options)
+        wanted = [out, *torch.autograd.grad(out, leaves, grad)]
+        for mine, true in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, true.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_every_feature_matches_float64() -> None:
+    case = Case("features", "cpu", "float32", 2, 8, 8, 24, 24, 16)
+    checks = {each.name: gate.check(case, each) for each in contestants(case).values()}
+    for name, check in checks.items():
+        assert check.passed or name == "packed", check
+    assert set(checks["row sums and entropy"].errors) >= {"row sums", "w log w", "dq"}
+
+
+def test_kernels_that_compile_are_checked_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def threads(count: int) -> ThreadPoolExecutor:
+        sizes.append(count)
+        return ThreadPoolExecutor(count)
+
+    def joined(case: Case) -> dict[str, Contestant]:
+        found = contestants(case)
+        return {
+            name: replace(found[name], compiled=name != "SDPA-flash")
+            for name in ("relu cpu", "SDPA-flash", "FlexAttention")
+        }
+
+    monkeypatch.setattr(gate, "_processes", threads)
+    monkeypatch.setattr(gate, "contestants", joined)
+    found = {each.name: each for each in gate.check_all([CASE], workers=3)}
+    assert sizes == [3]
+    assert found["relu cpu"].passed and found["SDPA-flash"].passed
+    assert found["FlexAttention"].absent is not None
+
+
+def test_a_fault_gets_a_second_chance_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_processes", ThreadPoolExecutor)
+    calls: list[str] = []
+
+    def job(case: Case, name: str) -> gate.Check:
+        calls.append(name)
+        if name == "dies" or (name == "once" and calls.count("once") == 1):
+            raise BrokenProcessPool
+        if name == "faults":
+            return gate.Check(case.name, name, absent="CUDA error: an illegal memory access")
+        return gate.Check(case.name, name, absent="not here" if name == "absent" else None)
+
+    names = ["dies", "once", "faults", "absent", "fine"]
+    found = list(gate.in_workers(job, [(CASE, name) for name in names], 1))
+    assert [each.name for each in found] == names
+    assert [each.passed for each in found] == [False, True, False, False, True]
+    assert [calls.count(name) for name in names] == [2, 2, 2, 1, 1]
+    assert pickle.loads(pickle.dumps((gate._check_by_name, CASE, found)))[1:] == (CASE, found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_logarithm_trick_is_right_and_yet_refused(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import flex_attention
+
+    # Eagerly: compiling takes long, and on a CPU there is no backward.
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    case = Case("decode", "cpu", "float32", 1, 2, 2, 128, 128, 16, causal)
+    softmax = verdict(flex_softmax(causal, "cpu", 128), case, "softmax")
+    assert softmax.passed
+    trick = flex_log_of_relu(causal, "cpu", 128)
+    assert verdict(trick, case).errors["out"] < 1e-5
+    half = verdict(trick, replace(case, dtype="bfloat16"))
+    assert half.refused is not None and half.errors["hard out"] > 0.1

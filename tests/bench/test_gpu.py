@@ -1,0 +1,42 @@
+"""The benchmark on a device: who must take part there does. `pytest -m gpu`."""
+
+import pytest
+import torch
+
+from reluformer.bench.cases import Case
+from reluformer.bench.contestants import contestants
+from reluformer.bench.gate import check, check_all
+from reluformer.bench.measure import run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_quick_run() -> None:
+    report = run(quick=True, device="cuda", seconds=120)
+    assert not report.skipped
+    timed = {(row.mode, row.name) for row in report.rows}
+    for mode in ("forward", "backward", "both", "decode"):
+        assert {(mode, "relu triton"), (mode, "SDPA-flash")} <= timed
+    assert {("both", "packed"), ("both", "row sums and entropy"), ("forward", "dropout")} <= timed
+    ours = next(row for row in report.rows if row.name == "relu triton" and row.mode == "both")
+    assert ours.host_us and ours.peak_mib and ours.x_softmax
+
+
+@pytest.mark.slow
+def test_flex_attention_and_the_logarithm_trick() -> None:
+    case = Case("dense", "cuda", "bfloat16", 1, 2, 2, 4096, 4096, 64, causal=True)
+    found = contestants(case)
+    assert check(case, found["FlexAttention"]).passed
+    refused = check(case, found["FlexAttention, log of ReLU"])
+    assert refused.refused is not None and refused.errors["hard out"] > 1e-2
+
+
+@pytest.mark.slow
+def test_workers_agree() -> None:
+    case = Case("dense", "cuda", "bfloat16", 1, 2, 2, 300, 300, 64, causal=True)
+    there = {each.name: each for each in check_all([case], workers=2)}
+    assert there["relu triton"] == check(case, contestants(case)["relu triton"])
+    assert there["relu triton"].passed
