@@ -12,7 +12,15 @@ if TYPE_CHECKING:
         ReLUFormer,
         ReLUFormerLM,
     )
-    from reluformer.ops import ATTENTIONS, AttentionResult, Stats, attention, relu_attention
+    from reluformer.ops import (
+        ATTENTIONS,
+        AttentionResult,
+        PagedCache,
+        Stats,
+        attention,
+        decode_attention,
+        relu_attention,
+    )
     from reluformer.translate import Translator
 
 __version__ = "0.1.0"
@@ -23,6 +31,7 @@ __all__ = [
     "AttentionResult",
     "KeyValueMemory",
     "ModelConfig",
+    "PagedCache",
     "ReLUFormer",
     "ReLUFormerLM",
     "Stats",
@@ -30,6 +39,7 @@ __all__ = [
     "UserError",
     "__version__",
     "attention",
+    "decode_attention",
     "relu_attention",
 ]
 

@@ -2,7 +2,16 @@
 
 from reluformer.ops.api import attention, relu_attention
 from reluformer.ops.call import AttentionResult
+from reluformer.ops.paged import PagedCache, decode_attention
 from reluformer.ops.stats import Stats
 from reluformer.ops.table import ATTENTIONS
 
-__all__ = ["ATTENTIONS", "AttentionResult", "Stats", "attention", "relu_attention"]
+__all__ = [
+    "ATTENTIONS",
+    "AttentionResult",
+    "PagedCache",
+    "Stats",
+    "attention",
+    "decode_attention",
+    "relu_attention",
+]

@@ -6,9 +6,17 @@ import torch
 import triton
 from torch import Tensor
 
+from reluformer.ops.triton import decode_launch
 from reluformer.ops.triton.backward import keys_kernel, queries_kernel, scale_rows_kernel
 from reluformer.ops.triton.forward import forward_kernel
-from reluformer.ops.triton.launcher import LAUNCHES, Launch, remember, signature, use_descriptors
+from reluformer.ops.triton.launcher import (
+    LAUNCHES,
+    Launch,
+    elsewhere,
+    remember,
+    signature,
+    use_descriptors,
+)
 from reluformer.ops.triton.layout import empty_heads, row_values
 from reluformer.ops.triton.problem import Problem, pad
 
@@ -24,11 +32,14 @@ def forward(problem: Problem, statistics: int) -> Forward:
 
     `statistics` is 0 for none, 1 for row sums, 2 for both; counts come with a mask.
     """
-    if _elsewhere(problem.q):
+    if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
             return forward(problem, statistics)
     q, k, v = problem.q, problem.k, problem.v
     packed = problem.packed
+    if statistics == 0 and decode_launch.suits(problem):
+        out, count = decode_launch.decode(problem)
+        return out, None, None, count
     out = empty_heads(q, v.shape[-1], zero=packed)
     row_sum = row_values(q, packed=packed) if statistics >= 1 else None
     log_sum = row_values(q, packed=packed) if statistics >= 2 else None
@@ -57,6 +68,16 @@ def forward(problem: Problem, statistics: int) -> Forward:
     return out, row_sum, log_sum, count
 
 
+def paged(
+    problem: Problem, table: Tensor, key_min: Tensor | None, key_max: Tensor | None
+) -> Tensor:
+    """Output of a call whose keys and values lie in pages, see `decode_launch`."""
+    if elsewhere(problem.q):
+        with torch.cuda.device(problem.q.device):
+            return paged(problem, table, key_min, key_max)
+    return decode_launch.decode(problem, decode_launch.Pages(table, key_min, key_max))[0]
+
+
 class Gradients(NamedTuple):
     """What arrives at the outputs, and what of the forward pass the backward needs.
 
@@ -77,7 +98,7 @@ class Gradients(NamedTuple):
 
 def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
     """(dq, dk, dv, O.dO per row, sum of dS per row); the last two are None unless needed."""
-    if _elsewhere(problem.q):
+    if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
             return backward(problem, grads, need_shift)
     q, k, v = problem.q, problem.k, problem.v
@@ -204,9 +225,3 @@ def _times_row_factor(problem: Problem, grads: Gradients, key: tuple[Any, ...]) 
 
 def _zeroed(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.zero_()
-
-
-def _elsewhere(q: Tensor) -> bool:
-    """Whether q is on another GPU than the current one."""
-    device = q.get_device()
-    return device >= 0 and device != torch.cuda.current_device()

@@ -22,7 +22,7 @@ _COMPILED_TAKE_ALL = triton.__version__.startswith("3.6.")
 # Lengths vary in training; a forgotten launch costs a fraction of a millisecond once.
 _LIMIT = 4096
 
-LAUNCHES: dict[tuple[Any, ...], "Launch"] = {}
+LAUNCHES: dict[tuple[Any, ...], "Launch | Prepared"] = {}
 
 
 def signature(numbers: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -44,7 +44,7 @@ def signature(numbers: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> t
     return () if addresses % 16 else tuple(key)
 
 
-def remember(key: tuple[Any, ...], launch: "Launch") -> None:
+def remember(key: tuple[Any, ...], launch: "Launch | Prepared") -> None:
     """Keep the launch under the key, unless that is empty."""
     if key:
         if len(LAUNCHES) >= _LIMIT:
@@ -107,9 +107,39 @@ class Launch:
             self.compiled = compiled[(self.programs, 1, 1)]
 
 
+class Prepared:
+    """A kernel and its switches, for arguments and grids that change from call to call.
+
+    What changes must not choose another compilation: it is listed in `do_not_specialize`.
+    """
+
+    def __init__(self, kernel: Any, switches: dict[str, Any]) -> None:
+        self.kernel, self.switches = kernel, switches
+        self.compiled: Any = None
+        self.constants: tuple[Any, ...] = ()
+
+    def __call__(self, programs: int, args: list[Any]) -> None:
+        """Run on all arguments but the switches."""
+        if self.compiled is not None:
+            self.compiled[(programs, 1, 1)](*args, *self.constants)
+            return
+        compiled = run(self.kernel, programs, args, **self.switches)
+        if compiled is not None and _COMPILED_TAKE_ALL:
+            self.constants = tuple(
+                self.switches[name] for name in self.kernel.arg_names[len(args) :]
+            )
+            self.compiled = compiled
+
+
 def run(kernel: Any, programs: int, args: list[Any], **options: Any) -> Any:
     """Launch on a grid of one dimension (others are limited to 65535 programs)."""
     return kernel[(programs,)](*args, **options)
+
+
+def elsewhere(q: Tensor) -> bool:
+    """Whether q is on another GPU than the current one."""
+    device = q.get_device()
+    return device >= 0 and device != torch.cuda.current_device()
 
 
 def use_descriptors(tensors: Sequence[Tensor]) -> bool:

@@ -6,13 +6,18 @@ They never wait for the device and take lengths as plain integers.
 import importlib.util
 import os
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
+from reluformer.ops.rule import Rectified
 from reluformer.ops.triton.layout import last_contiguous, packed_view
-from reluformer.ops.triton.operators import attend
+from reluformer.ops.triton.operators import attend, attend_pages
+
+if TYPE_CHECKING:
+    from reluformer.ops.paged import PagedCache
 
 WIDTHS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -183,3 +188,31 @@ def rectified_attention_varlen(
         statistics=statistics,
     )  # fmt: skip
     return out[0].transpose(0, 1), row_sum, log_sum
+
+
+def paged_attention(
+    q: Tensor, pages: "PagedCache", rule: Rectified, *, scale: float, causal: bool
+) -> Tensor:
+    """Attention from q [B, H, Tq, D] to the pages of a cache, [B, H, Tq, Dv], without gradients.
+
+    Row i of a sequence of n keys stands at key n - Tq + i; the other arguments and the result are
+    those of `reluformer.ops.paged.decode_attention`.
+    """
+    gamma, threshold, heads = rule.gamma, rule.threshold, q.shape[1]
+    return attend_pages(
+        last_contiguous(q),
+        pages.keys,
+        pages.values,
+        pages.table,
+        pages.lengths,
+        pages.key_min,
+        pages.key_max,
+        _per_head(gamma, heads),
+        _per_head(threshold, heads),
+        float(scale),
+        1.0 if isinstance(gamma, Tensor) else float(gamma),
+        0.0 if isinstance(threshold, Tensor) else float(threshold),
+        float(rule.length_exponent),
+        rule.power,
+        causal,
+    )

@@ -33,6 +33,10 @@ for _schema in (
     "rectified_attention_backward(Tensor? out, Tensor? count, Tensor grad_out, Tensor? grad_sum,"
     f" Tensor? grad_log, {_TENSORS}, {_NUMBERS}, bool need_shift)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor row_shift)",
+    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
+    " Tensor? key_min, Tensor? key_max, Tensor? gamma, Tensor? threshold, float scale,"
+    " float gamma_value, float threshold_value, float length_exponent, int power, bool causal)"
+    " -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -47,6 +51,13 @@ def attend(*arguments):
     ):
         return _Attention.apply(*arguments)
     return _launch().forward(_launch().Problem(*arguments[:_FIELDS]), arguments[_FIELDS])
+
+
+def attend_pages(*arguments):
+    """The arguments of the operator for pages; its output."""
+    if not _plain(arguments[0]):
+        return torch.ops.reluformer.paged_attention.default(*arguments)
+    return _run_pages(*arguments)
 
 
 def _plain(q: Tensor) -> bool:
@@ -134,6 +145,19 @@ def _run_backward(out, count, grad_out, grad_sum, grad_log, *rest):
     return launch.backward(launch.Problem(*rest[:_FIELDS]), grads, rest[_FIELDS])
 
 
+def _run_pages(
+    q, keys, values, table, lengths, key_min, key_max, gamma, threshold, scale, gamma_value,
+    threshold_value, length_exponent, power, causal,
+):  # fmt: skip
+    launch = _launch()
+    problem = launch.Problem(
+        q, keys, values, gamma, threshold, lengths, None, None, None, None, scale, gamma_value,
+        threshold_value, length_exponent, power, causal, 0, 0.0, q.shape[2],
+        table.shape[1] * keys.shape[2],
+    )  # fmt: skip
+    return launch.paged(problem, table, key_min, key_max)
+
+
 def _filled(q, found):
     """Operators return tensors: an empty one for what is not there."""
     return tuple(q.new_empty(0, dtype=torch.float32) if each is None else each for each in found)
@@ -155,6 +179,7 @@ def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
 
 
 _library.impl("rectified_attention", _run, "CompositeExplicitAutograd")
+_library.impl("paged_attention", _run_pages, "CompositeExplicitAutograd")
 _library.impl(
     "rectified_attention_backward",
     lambda *arguments: _filled(arguments[5], _run_backward(*arguments)),
@@ -163,6 +188,11 @@ _library.impl(
 torch.library.register_fake("reluformer::rectified_attention", _fake, lib=_library)
 torch.library.register_fake(
     "reluformer::rectified_attention_backward", _fake_backward, lib=_library
+)
+torch.library.register_fake(
+    "reluformer::paged_attention",
+    lambda q, keys, values, *_: empty_heads(q, values.shape[-1], zero=False),
+    lib=_library,
 )
 torch.library.register_autograd(
     "reluformer::rectified_attention", _backward, setup_context=_save, lib=_library

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "keys", "queries"]
+Kernel = Literal["forward", "keys", "queries", "decode"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Tile:
     `one_loop` masks every tile in a single loop instead of separating whole from masked tiles.
     `prescale` multiplies the output gradient by the row factor in a pass of its own instead of in
     the loop (key gradients only).
+    For decoding, `queries` is the least number of rows, the keys are split until every
+    multiprocessor has `programs` programs, and `skip` leaves value rows of no weight unread.
     """
 
     queries: int
@@ -28,6 +30,8 @@ class Tile:
     stages: int
     one_loop: bool = False
     prescale: bool = False
+    programs: int = 4
+    skip: bool = True
 
 
 # (kernel, padded width): tiles for sentences, with the longest key length they serve. A single tile
@@ -85,6 +89,11 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
     ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
     ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
+    ("decode", 64, False): [(_LONG, Tile(16, 128, 4, 3))],
+    ("decode", 64, True): [(_LONG, Tile(16, 128, 8, 3, programs=2))],
+    ("decode", 128, False): [(_LONG, Tile(16, 64, 4, 3))],
+    ("decode", 128, True): [(_LONG, Tile(16, 64, 8, 3, programs=2))],
+    ("decode", 256, False): [(_LONG, Tile(16, 64, 8, 2, programs=2))],
 }
 _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 64, False): [(_LONG, Tile(64, 64, 4, 2))],
@@ -96,6 +105,9 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 64, False): [(_LONG, Tile(64, 32, 4, 2))],
     ("queries", 128, False): [(_LONG, Tile(64, 32, 8, 1))],
     ("queries", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
+    ("decode", 64, False): [(_LONG, Tile(16, 64, 4, 2))],
+    ("decode", 128, False): [(_LONG, Tile(16, 32, 4, 2))],
+    ("decode", 256, False): [(_LONG, Tile(16, 32, 8, 2, programs=2))],
 }
 
 
@@ -115,7 +127,8 @@ _override = Override((), None)
 def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) -> Tile:
     """The tile for a padded head width (16 to 256), key length and bytes per element.
 
-    `edged` calls (causal, windowed, padded, masked, with dropout) need registers for their masks.
+    `edged` calls (causal, windowed, padded, masked, with dropout; decoding with more than 16 rows)
+    need registers for more than their products.
     """
     for name, tile in _override.tiles:
         if name == kernel:

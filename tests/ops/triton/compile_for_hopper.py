@@ -15,13 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from reluformer.ops.triton import launch, launcher, tiles
+from reluformer.ops.triton import decode_launch, launch, launcher, tiles
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PATTERNS = {
     "spills": r"\bSTL",
     "packed rectifiers": r"F2FP\.RELU",
     "products": "HGMMA",
+    "narrow products": r"\bHMMA",
+    "asynchronous loads": "LDGSTS",
     "tensor memory loads": "UTMALDG",
 }
 
@@ -70,7 +72,28 @@ def main() -> None:
         with tiles.override(tma=True):
             launch.forward(problem, 0)
             launch.backward(problem, grads, False)
+    for width, rows in ((64, 1), (128, 1), (128, 16)):
+        for page in (0, 64):
+            label = f"width {width}, rows {4 * rows}, page {page}"
+            decode(width, rows, page)
     print(json.dumps(found))
+
+
+def decode(width: int, rows: int, page: int) -> None:
+    """One call with four query heads per key head, to pages with bounds if `page` is their size."""
+    q = torch.empty(2, 8, rows, width, dtype=torch.bfloat16)
+    pages = lengths = None
+    k = torch.empty(2, 2, 4096, width, dtype=torch.bfloat16)
+    if page:
+        k = torch.empty(4096 // page, 2, page, width, dtype=torch.bfloat16)
+        table = torch.zeros(2, 4096 // page, dtype=torch.int32)
+        pages = decode_launch.Pages(table, k[:, :, 0].contiguous(), k[:, :, 0].contiguous())
+        lengths = torch.zeros(2, dtype=torch.int32)
+    problem = launch.Problem(
+        q, k, k, None, None, lengths, None, None, None, None,
+        width**-0.5, 1.0, 0.0, 0.5, 1, rows > 1, 0, 0.0, rows, 4096,
+    )  # fmt: skip
+    decode_launch.decode(problem, pages)
 
 
 if __name__ == "__main__":

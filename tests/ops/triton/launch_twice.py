@@ -1,5 +1,7 @@
 """Launch on a driver that only writes down its arguments: first through Triton, then prepared.
 
+Decoding is prepared on fewer keys than it is compared on.
+
 Prints, as JSON, how many launches there were and which differ.
 """
 
@@ -65,6 +67,19 @@ class Hopper:
         return 7
 
 
+def decoded(keys: int) -> list[list[str]]:
+    """What decoding with a cache of so many keys launches."""
+    written.clear()
+    cache = torch.zeros(2, 2, 100, 16, dtype=torch.bfloat16)[:, :, :keys]
+    problem = launch.Problem(
+        cache[:, :, :1], cache, cache, torch.ones(2), None, None, None, None, None, None,
+        0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 1, keys,
+    )  # fmt: skip
+    with tiles.override({"decode": tiles.Tile(16, 16, 1, 1)}):
+        launch.forward(problem, 0)
+    return [*written]
+
+
 def main() -> None:
     driver.set_active(Hopper())
     tile = tiles.Tile(16, 16, 1, 1, prescale=True)
@@ -82,6 +97,10 @@ def main() -> None:
             grads = launch.Gradients(out, None, torch.zeros_like(out), row_sum, None)
             launch.backward(problem, grads, False)
             rounds.append([*written])
+    rounds[0] += decoded(80)
+    launcher.LAUNCHES.clear()
+    decoded(50)
+    rounds[1] += decoded(80)
     assert all(each.compiled is not None for each in launcher.LAUNCHES.values())
     different = [one for one, other in zip(*rounds, strict=True) if one != other]
     print(json.dumps({"launches": len(rounds[0]), "different": different}))
