@@ -34,8 +34,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention import Clock
 from reluformer import PagedCache, decode_attention, relu_attention
+from reluformer.bench.timing import Clock
 from reluformer.ops.triton import tiles
 from reluformer.ops.triton.tiles import Tile
 
@@ -314,7 +314,7 @@ def tune(plan: Plan, clock: Clock, allowed: Allowed) -> tuple[Chosen, list[dict[
             if not found:
                 continue
             call = Inputs(plan, shape, data[way]).ours(way)
-            times = clock.rounds({str(tile): partial(call, tile) for tile in found}, 3)
+            times = clock.rounds({str(tile): partial(call, tile) for tile in found}, 3, 0.0)
             medians = {tile: statistics.median(times[str(tile)]) for tile in found}
             ranked = sorted(found, key=lambda tile: medians[tile])
             chosen[way, shape.width, shape.queries] = ranked[0]
@@ -334,7 +334,7 @@ def measure(plan: Plan, shape: Shape, data: Data, clock: Clock, chosen: Chosen) 
         tile = chosen.get((way, shape.width, shape.queries))
         if tile is not None:
             calls[way] = partial(given.ours(way), tile)
-    times = clock.rounds(calls, plan.rounds)
+    times = clock.rounds(calls, plan.rounds, 0.0)
     peers = [name for name in calls if name not in (*WAYS, "copy")]
     best = min(peers, key=lambda name: statistics.median(times[name]), default=None)
     row: dict[str, Any] = {
@@ -381,7 +381,7 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.monotonic()
     plan = TOY if arguments.quick else GPU
-    clock = Clock(plan)
+    clock = Clock(plan.device)
     allowed = gate(plan)
     checked = time.monotonic() - start
     chosen, tuning = tune(plan, clock, allowed)

@@ -18,6 +18,9 @@ from reluformer.ops.triton.problem import Problem, pad
 
 # More queries than this fill the tiles of the forward kernel.
 MOST_QUERIES = 16
+# Training on sentences of few words has few queries and keys too, but heads in plenty: there the
+# forward kernel is at home.
+_ENOUGH_PROGRAMS, _MANY_KEYS = 1024, 4
 # Rows of the largest tile, by bytes per element, for want of registers; further rows go to further
 # programs, which read the keys again.
 _MOST_ROWS = {2: 64, 4: 32}
@@ -50,8 +53,10 @@ class Split(NamedTuple):
 
 
 def suits(problem: Problem) -> bool:
-    """Whether a dense call without statistics has few query rows and nothing that needs more."""
-    return problem.q.shape[2] <= MOST_QUERIES and not problem.packed and problem.dropout_p == 0
+    """Whether a dense call has few queries that leave the forward kernel too little to do."""
+    batch, heads, queries, _ = problem.q.shape
+    idle = batch * heads < _ENOUGH_PROGRAMS or problem.max_k >= _MANY_KEYS * queries
+    return queries <= MOST_QUERIES and idle and not problem.packed and problem.dropout_p == 0
 
 
 def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor | None]:
