@@ -70,7 +70,7 @@ def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor
     count = row_values(q, packed=False) if problem.mask is not None else None
     if out.numel() == 0 or problem.max_k == 0 or problem.k.numel() == 0:
         return out.zero_(), None if count is None else count.zero_()
-    tile = _tile(problem)
+    tile = _tile(problem, pages is not None)
     split = _split(problem, tile, pages)
     live = None
     room = triton.cdiv(triton.cdiv(problem.max_k, split.unit), split.splits)
@@ -101,11 +101,11 @@ def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor
     return out, count
 
 
-def _tile(problem: Problem) -> tiles.Tile:
+def _tile(problem: Problem, paged: bool) -> tiles.Tile:
     q, k, v = problem.q, problem.k, problem.v
-    many = q.shape[1] // k.shape[1] * q.shape[2] > 16
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
     width = max(pad(q.shape[-1]), pad(v.shape[-1]))
-    return tiles.pick("decode", width, many, problem.max_k, q.element_size())
+    return tiles.pick("decode", width, paged, rows, q.element_size())
 
 
 def _split(problem: Problem, tile: tiles.Tile, pages: Pages | None) -> Split:

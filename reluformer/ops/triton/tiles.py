@@ -89,10 +89,18 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
     ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
     ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
-    ("decode", 64, False): [(_LONG, Tile(16, 128, 4, 3))],
-    ("decode", 64, True): [(_LONG, Tile(16, 128, 8, 3, programs=2))],
-    ("decode", 128, False): [(_LONG, Tile(16, 64, 4, 3))],
-    ("decode", 128, True): [(_LONG, Tile(16, 64, 8, 3, programs=2))],
+    # By rows that share a key head, not by length; True where keys lie in pages. Leaving values
+    # unread is free at width 128; at 64 it costs up to a quarter where all of them have weight.
+    ("decode", 64, False): [
+        (4, Tile(16, 128, 4, 2, programs=8)),
+        (_LONG, Tile(16, 64, 2, 4, programs=2, skip=False)),
+    ],
+    ("decode", 64, True): [(_LONG, Tile(16, 128, 4, 3))],
+    ("decode", 128, False): [
+        (16, Tile(16, 64, 4, 2)),
+        (_LONG, Tile(16, 32, 4, 4, programs=2, skip=False)),
+    ],
+    ("decode", 128, True): [(_LONG, Tile(16, 64, 4, 3))],
     ("decode", 256, False): [(_LONG, Tile(16, 64, 8, 2, programs=2))],
 }
 _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
