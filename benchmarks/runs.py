@@ -1,0 +1,201 @@
+"""Several trainings side by side on one device, from a list of settings; curves and scores as JSON.
+
+    python benchmarks/runs.py studies/shape.yaml --set data.source=data/europarl-sent \\
+        --folder runs/shape --out shape.json --jobs 5 --minutes 9
+
+A study is a YAML file: `recipe`, `common` (settings of all runs) and `runs` (settings by name).
+Small models leave a GPU idle: with `--jobs` so many train at once (under CUDA's multi-process
+service where it can be started). Runs that the time does not allow go on when the command is
+repeated. `--test PREFIX` also translates PREFIX.source.txt with every finished run and scores it
+against PREFIX.target.txt: BLEU with its signature, and the paired bootstrap against the first run.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer.files import write_text
+from reluformer.info import commit, info
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "reluformer"]
+CURVE = ("step", "nll", "grad_norm", "lr", "tokens", "tokens_per_second", "attention", "dev")
+
+
+class Queue:
+    """Starts commands, so many at a time, until the clock says stop."""
+
+    def __init__(self, jobs: int, end: float) -> None:
+        self.jobs, self.end = jobs, end
+        self.seconds: dict[str, float] = {}
+
+    def run(self, commands: dict[str, list[str]], logs: Path) -> list[str]:
+        """Run the commands; the names of those that ended well. The others are killed."""
+        waiting, live, good = list(commands), {}, []
+        while (waiting or live) and time.monotonic() < self.end:
+            while waiting and len(live) < self.jobs:
+                name = waiting.pop(0)
+                with open(logs / f"{name}.log", "a", encoding="utf-8") as log:
+                    process = subprocess.Popen(
+                        commands[name], cwd=ROOT, stdout=log, stderr=log, env=_one_thread()
+                    )
+                live[name] = (process, time.monotonic())
+            for name, (process, start) in list(live.items()):
+                if process.poll() is not None:
+                    del live[name]
+                    self.seconds[name] = round(time.monotonic() - start, 1)
+                    if process.returncode == 0:
+                        good.append(name)
+            time.sleep(0.2)
+        for name, (process, start) in live.items():
+            process.kill()
+            self.seconds[name] = round(time.monotonic() - start, 1)
+        return good
+
+
+def _one_thread() -> dict[str, str]:
+    """Processes side by side would otherwise fight for all cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def settings(values: dict[str, Any] | None) -> list[str]:
+    """Assignments as the command line takes them."""
+    return [f"{name}={json.dumps(value)}" for name, value in (values or {}).items()]
+
+
+def training(study: dict[str, Any], name: str, folder: Path, extra: list[str]) -> list[str]:
+    """The command that trains one run, or goes on with it."""
+    assigned = [*settings(study.get("common")), *settings(study["runs"][name]), *extra]
+    options = [option for each in assigned for option in ("--set", each)]
+    return [*COMMAND, "train", study["recipe"], "--out", str(folder / name), *options]
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    """What the run has logged so far."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = (json.loads(line) for line in lines)
+    return [_rounded({key: each[key] for key in CURVE if key in each}) for each in records]
+
+
+def scores(finished: list[str], first: str, folder: Path, test: str, queue: Queue) -> Any:
+    """Translate the test set with every finished run, then compare all with the first."""
+    outputs = {name: folder / f"{name}.hypothesis" for name in finished}
+    commands = {
+        f"{name}-translate": [
+            *COMMAND, "translate", "--model", str(folder / name), "--beam", "5",
+            "--input", f"{test}.source.txt", "--output", str(output),
+        ]
+        for name, output in outputs.items() if not output.exists()
+    }  # fmt: skip
+    queue.run(commands, folder)
+    ready = sorted((name for name in finished if outputs[name].exists()), key=lambda n: n != first)
+    if not ready:
+        return None
+    hypotheses = [option for name in ready for option in ("--hypothesis", str(outputs[name]))]
+    command = [*COMMAND, "evaluate", "--json", "--reference", f"{test}.target.txt", *hypotheses]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def table(report: dict[str, Any]) -> str:
+    """One line a run: losses, and what the attentions do at the end."""
+    lines = []
+    for name, run in report["runs"].items():
+        rows = [row for row in run["curve"] if "nll" in row]
+        if not rows:
+            lines.append(f"{name:28} nothing logged; see its log")
+            continue
+        last, dev = rows[-1], [row["dev"]["nll"] for row in rows if "dev" in row]
+        sites = " ".join(
+            f"{site} {s['row_sum']:.2f}/{s['entropy']:.2f}/{s['zeros']:.2f}/{s['dead_rows']:.2f}"
+            for site, s in last["attention"].items()
+        )
+        shown = " ".join(f"{value:.3f}" for value in dev[-3:])
+        lines.append(
+            f"{name:28} step {last['step']:6} train {last['nll']:.3f} dev {shown} "
+            f"{last['tokens_per_second'] / 1e3:.0f} k/s {run['seconds']:.0f} s | {sites}"
+        )
+    return "\n".join([*lines, "(row sum / entropy / zeros / dead rows)"])
+
+
+def laid_out(report: dict[str, Any]) -> str:
+    """The report as JSON, with one line for each point of a curve."""
+    points = {
+        f"@{name}@{at}@": json.dumps(point)
+        for name, run in report["runs"].items()
+        for at, point in enumerate(run["curve"])
+    }
+    runs = {
+        name: {**run, "curve": [f"@{name}@{at}@" for at in range(len(run["curve"]))]}
+        for name, run in report["runs"].items()
+    }
+    text = json.dumps({**report, "runs": runs}, indent=1) + "\n"
+    for mark, point in points.items():
+        text = text.replace(json.dumps(mark), point)
+    return text
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return value
+
+
+def main() -> None:
+    """Train what is left, score what is finished, write and print everything."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--set", action="append", default=[], help="a setting of all runs")
+    parser.add_argument("--folder", type=Path, required=True, help="where runs live")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--only", nargs="+", help="names of runs")
+    parser.add_argument("--test", help="prefix of a test set to translate and score")
+    arguments = parser.parse_args()
+    study = yaml.safe_load(arguments.study.read_text(encoding="utf-8"))
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.jobs > 1:
+        # Kernels of several processes then run at the same time instead of taking turns.
+        subprocess.run(["sh", "-c", "nvidia-cuda-mps-control -d >/dev/null 2>&1"], check=False)
+    queue = Queue(arguments.jobs, time.monotonic() + 60 * arguments.minutes)
+    names = arguments.only or list(study["runs"])
+    commands = {name: training(study, name, folder, arguments.set) for name in names}
+    finished = queue.run(commands, folder)
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "study": study,
+        "settings": arguments.set,
+        "side by side": arguments.jobs,
+        "commit": commit(),
+        "machine": info(),
+        "runs": {
+            name: {"seconds": queue.seconds.get(name, 0.0), "curve": curve(folder / name)}
+            for name in names
+        },
+    }
+    if arguments.test:
+        found = scores(finished, names[0], folder, arguments.test, queue)
+        report["scores"] = found
+    write_text(arguments.out, laid_out(report))
+    print(table(report))
+    if report.get("scores"):
+        print(json.dumps(report["scores"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

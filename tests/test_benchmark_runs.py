@@ -1,0 +1,60 @@
+"""A study trains runs side by side, goes on where time stopped it, and compares translations."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import runs
+from reluformer.recipe import load_recipe
+
+ROOT = Path(runs.__file__).parents[1]
+STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
+SMALL = {
+    "data.generated.train": 60, "data.generated.dev": 4, "model.width": 16, "model.heads": 2,
+    "model.slots": 16, "model.encoder_layers": 1, "model.decoder_layers": 1, "train.steps": 2,
+    "train.log_every": 1, "train.dev_every": 2, "train.bleu_every": None, "train.device": "cpu",
+    "train.checkpoint_every": 2, "train.compile": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_setting_of_a_study_is_one(path: Path) -> None:
+    study = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert study["runs"]
+    for values in study["runs"].values():
+        assigned = [*runs.settings(study.get("common")), *runs.settings(values)]
+        load_recipe(ROOT / study["recipe"], assigned)
+
+
+def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
+    study = {
+        "recipe": "recipes/toy-reverse.yaml",
+        "common": SMALL,
+        "runs": {"softmax": {"model.attention.kind": "softmax"}, "relu": None},
+    }
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study), encoding="utf-8")
+    for side in ("source", "target"):
+        (tmp_path / f"test.{side}.txt").write_text("a b\nc d e\n", encoding="utf-8")
+
+    def command(*more: str) -> dict[str, Any]:
+        subprocess.run(
+            [sys.executable, "benchmarks/runs.py", str(tmp_path / "study.yaml"), "--folder",
+             str(tmp_path / "runs"), "--out", str(tmp_path / "out.json"), "--jobs", "2", *more],
+            cwd=ROOT, check=True, capture_output=True,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+        return found
+
+    stopped = command("--minutes", "0")
+    assert [run["curve"] for run in stopped["runs"].values()] == [[], []]
+    report = command("--test", str(tmp_path / "test"))
+    for run in report["runs"].values():
+        assert [point["step"] for point in run["curve"]] == [0, 1, 2]
+        assert run["curve"][-1]["dev"]["nll"] > 0
+    assert "signature" in json.dumps(report["scores"])
+    assert report["study"] == study
