@@ -16,6 +16,7 @@ from reluformer.ops.triton.parts import (
     LENGTH_DEPENDENT,
     LN2,
     dropout_factor,
+    dropout_keys,
     head_threshold,
     keep_rows,
     key_range,
@@ -124,6 +125,8 @@ def _walk_keys(
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if DROPOUT:
+        random = dropout_keys(seed_value, rows, bh)[:, None]
     for col in tl.range(low, high, KEYS):
         k_tile = load_tile(
             k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
@@ -149,7 +152,7 @@ def _walk_keys(
             )  # fmt: skip
             score = tl.where(seen, score, 0.0)
         if DROPOUT:
-            grad *= dropout_factor(seed_value, rows[:, None], cols[None, :], bh, dropout)
+            grad *= dropout_factor(random, cols[None, :], dropout)
         if GRADS >= 1:
             grad += constant[:, None]
         if GRADS == 2:
@@ -440,7 +443,8 @@ def _walk_queries(
                 gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
             )  # fmt: skip
         if DROPOUT:
-            kept = dropout_factor(seed_value, rows[None, :], cols[:, None], bh, dropout)
+            random = dropout_keys(seed_value, rows, bh)[None, :]
+            kept = dropout_factor(random, cols[:, None], dropout)
         # C_i > 0 commutes with max(., 0), so it may be applied before the packed conversion.
         weight = score
         if ROW_SCALE and not PRESCALED:

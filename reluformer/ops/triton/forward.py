@@ -12,6 +12,7 @@ from reluformer.ops.triton.parts import (
     LENGTH_DEPENDENT,
     LN2,
     dropout_factor,
+    dropout_keys,
     head_threshold,
     keep_rows,
     key_range,
@@ -79,6 +80,8 @@ def _walk(
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if DROPOUT:
+        random = dropout_keys(seed_value, rows, bh)[:, None]
     for col in tl.range(low, high, KEYS):
         k_tile = load_tile(
             k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
@@ -112,7 +115,7 @@ def _walk(
             if STATISTICS == 2:
                 log_total += tl.sum(weight * log2_positive(x, PTX), 1)
             if DROPOUT:
-                weight *= dropout_factor(seed_value, rows[:, None], cols[None, :], bh, dropout)
+                weight *= dropout_factor(random, cols[None, :], dropout)
             packed = weight.to(v_tile.dtype)
         else:
             packed = rectified(score, v_tile.dtype, PTX)

@@ -227,13 +227,25 @@ def log2_positive(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def dropout_factor(seed, row, col, bh, probability):
-    """0 or 1 / (1 - probability) for every pair, a function of (seed, head, row, column) alone."""
-    col = col + row * 0
-    row = row + col * 0
-    head = col * 0 + bh
-    bits, _, _, _ = tl.philox(seed, col, row, head, col * 0)
-    kept = tl.uint_to_uniform_float(bits) >= probability
+def dropout_keys(seed, rows, bh):
+    """Random bits for each row of a head, uint32: what `dropout_factor` mixes with the columns."""
+    head = rows * 0 + bh
+    bits, _, _, _ = tl.philox(seed, rows, head, rows * 0, rows * 0)
+    return bits.to(tl.uint32)
+
+
+@triton.jit
+def dropout_factor(keys, col, probability):
+    """0 or 1 / (1 - probability) for every pair, a function of (seed, head, row, column) alone.
+
+    A whole generator for every pair would cost many times the attention itself: rows get bits from
+    one, and each pair a mixer of two multiplications (Wellons' lowbias32).
+    """
+    bits = keys ^ (col.to(tl.uint32) * 0x9E3779B1)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    bits = bits ^ (bits >> 16)
+    kept = (bits >> 8).to(tl.float32) * (1.0 / 16777216.0) >= probability
     return tl.where(kept, 1.0 / (1.0 - probability), 0.0)
 
 

@@ -89,6 +89,34 @@ def test_dropout_is_the_same_forward_and_backward() -> None:
         _check_dropout()
 
 
+@on_cpu
+def test_dropout_looks_random() -> None:
+    queries, keys, heads = 64, 128, 3
+    ones = torch.ones(1, heads, keys, 16)
+    options = arguments(Case("dropout"), torch.float32, DEVICE).options
+    identity = torch.eye(keys).expand(1, heads, keys, keys)
+    masks = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        shown, _, _ = op.rectified_attention(
+            ones[:, :, :queries], ones, identity, **{**options, "dropout_p": 0.3}
+        )
+        masks.append((shown[0] > 0).double() - 0.7)
+    first, second = masks
+    # Share of what is kept, in all, in each row and in each column; then no pair is related.
+    assert abs(float(first.mean())) < 0.012
+    assert float(first.mean(-1).abs().max()) < 0.2 and float(first.mean(-2).abs().max()) < 0.25
+    pairs = [
+        (first[..., 1:], first[..., :-1]),
+        (first[:, 1:], first[:, :-1]),
+        (first[1:], first[:-1]),
+        (first, second),
+        (first[:, 1:, 1:], first[:, :-1, :-1]),
+    ]
+    for a, b in pairs:
+        assert abs(float((a * b).mean())) / 0.21 < 0.035
+
+
 def _varlen(dtype: torch.dtype) -> dict[str, Any]:
     """Packed sequences, two of them empty, against one dense call per sequence."""
     q_ends, k_ends = [0, 5, 5, 10, 29], [0, 9, 12, 12, 45]
