@@ -225,6 +225,8 @@ def test_failures_have_their_own_status(
 
 def test_a_reader_that_leaves_and_an_interruption_are_met_quietly(model: Path) -> None:
     translate = command("translate", "--model", model, "--beam", 1)
+    # Where the tests run in the background, processes would inherit that interruptions are ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     gone = subprocess.Popen(translate, cwd=ROOT, **pipes)
     interrupted = subprocess.Popen(translate, cwd=ROOT, **pipes)
