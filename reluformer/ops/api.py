@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from reluformer.ops.call import AttentionResult
+from reluformer.ops.stats import SumsLevel
 from reluformer.ops.table import lookup
 
 
@@ -15,6 +16,10 @@ def attention(
 @overload
 def attention(
     name: str, q: Tensor, k: Tensor, v: Tensor, *, return_stats: Literal[True], **arguments: Any
+) -> AttentionResult: ...
+@overload
+def attention(
+    name: str, q: Tensor, k: Tensor, v: Tensor, *, return_sums: SumsLevel, **arguments: Any
 ) -> AttentionResult: ...
 @overload
 def attention(name: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor: ...
@@ -37,10 +42,13 @@ def attention(
                     obeyed or refused, never replaced
     return_weights  also return the weights [B, H, Tq, Tk], before dropout, norm and gate
     return_stats    also return row statistics, see `Stats`
+    return_sums     "row_sum" also returns the sum of each row's weights, "entropy" that and the
+                    row's entropy, see `RowSums`: what the regularisers need, and all that fused
+                    kernels return, from the pass that makes the output
     check           also check the contents of tensors, which waits for a GPU
 
-    Further keywords are the options of that attention. With `return_weights` or `return_stats` the
-    result is an `AttentionResult(output, weights, stats)`, else the output alone.
+    Further keywords are the options of that attention. With any `return_` argument the result is an
+    `AttentionResult(output, weights, stats, sums)`, else the output alone.
     """
     return lookup(name)(q, k, v, **arguments)
 
@@ -52,6 +60,10 @@ def relu_attention(
 @overload
 def relu_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_stats: Literal[True], **arguments: Any
+) -> AttentionResult: ...
+@overload
+def relu_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_sums: SumsLevel, **arguments: Any
 ) -> AttentionResult: ...
 @overload
 def relu_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor: ...
@@ -75,6 +87,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     impl: str = "auto",
     return_weights: bool = False,
     return_stats: bool = False,
+    return_sums: SumsLevel | None = None,
     check: bool = False,
 ) -> Tensor | AttentionResult:
     """ReLUFormer's attention: weights ReLU(s) / (gamma sqrt(n/2)), n the keys the row can see.
@@ -109,5 +122,6 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         impl=impl,
         return_weights=return_weights,
         return_stats=return_stats,
+        return_sums=return_sums,
         check=check,
     )

@@ -4,17 +4,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
-from reluformer.ops.stats import Stats
+from reluformer.ops.stats import RowSums, Stats, SumsLevel
 from reluformer.ops.visibility import Visibility
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+SUMS = (None, *get_args(SumsLevel))
 
 
 class AttentionResult(NamedTuple):
@@ -26,6 +27,8 @@ class AttentionResult(NamedTuple):
     """[B, H, Tq, Tk], before dropout and before any output norm or gate."""
     stats: Stats | None
     """Statistics of the weights, each field [B, H, Tq]."""
+    sums: RowSums | None = None
+    """Row sums and, on request, entropies of the weights, each field [B, H, Tq]."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Call:
     dropout_p: float = 0.0
     return_weights: bool = False
     return_stats: bool = False
+    return_sums: SumsLevel | None = None
 
     @property
     def groups(self) -> int:
@@ -84,6 +88,8 @@ def check_call(call: Call) -> None:
         raise UserError(f"scale must be a finite number, got {call.scale!r}")
     if not _is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
         raise UserError(f"dropout_p must be a number in [0, 1), got {call.dropout_p!r}")
+    if call.return_sums not in SUMS:
+        raise UserError(f"return_sums must be one of {SUMS}, got {call.return_sums!r}")
     _check_visibility(call)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
+from reluformer.ops.visibility import Visibility
 
 # Query rows of a strip, and scores of a tile for one thread (bfloat16 products need large ones).
 ROWS = {torch.float32: 256, torch.float64: 256, torch.bfloat16: 512}
@@ -417,26 +418,10 @@ def _product(read: Tensor, weight: Tensor, table: Tensor, *, add: bool) -> None:
         torch.bmm(weight, table, out=read)
 
 
-def _counts(plan: _Plan, n_q: int) -> Tensor | int:
-    """n: how many keys each row sees, broadcastable to [B, H, Tq]."""
-    if plan.key_lengths is None and (n_q == 1 or not (plan.causal or plan.window is not None)):
-        return min(plan.keys, plan.window or plan.keys) if n_q == 1 else plan.keys
-    end: Tensor | int = plan.keys
-    if plan.key_lengths is not None:
-        end = plan.key_lengths.clamp(0, plan.keys)[:, None, None]
-        if not plan.causal and plan.window is None:
-            return end
-    position = torch.arange(plan.offset, plan.offset + n_q)
-    high = position + 1 if plan.causal else position + (plan.window or 0)
-    high = high.clamp(max=end) if isinstance(end, int) else torch.minimum(high, end)
-    if plan.window is not None:
-        high = high - (position - plan.window + 1).clamp(min=0)
-    return high.clamp(min=0).view(-1, 1, n_q)
-
-
 def _factor(plan: _Plan, q: Tensor, gamma: Tensor | None) -> Tensor | float:
     """C_i, broadcastable to [B, H, Tq], zero for a row that sees nothing."""
-    counts = _counts(plan, q.shape[2])
+    rules = Visibility(None, plan.causal, plan.key_lengths, plan.window)
+    counts = rules.count(q.shape[2], plan.keys, q.device)
     unit = plan.scale**plan.power / plan.gamma
     factor: Tensor | float
     if isinstance(counts, int):

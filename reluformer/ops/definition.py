@@ -20,6 +20,7 @@ from reluformer.ops.call import (
 )
 from reluformer.ops.memory import Weigh
 from reluformer.ops.rule import Rectified
+from reluformer.ops.stats import SumsLevel
 from reluformer.ops.visibility import Visibility
 
 LearnedShape = Literal["head", "width", "pair", "token"]
@@ -74,7 +75,7 @@ class Attention:
         """Attend as `reluformer.attention` does: a tensor, or a result if extras are asked for."""
         result = self.attend(q, k, v, **arguments)
         extras = arguments.get("return_weights") or arguments.get("return_stats")
-        return result if extras else result.output
+        return result if extras or arguments.get("return_sums") else result.output
 
     def attend(
         self,
@@ -92,6 +93,7 @@ class Attention:
         impl: str = "auto",
         return_weights: bool = False,
         return_stats: bool = False,
+        return_sums: SumsLevel | None = None,
         check: bool = False,
         **options: Any,
     ) -> AttentionResult:
@@ -103,7 +105,8 @@ class Attention:
         if scale is None:
             scale = self.default_scale(q.shape[-1])
         visibility = Visibility(mask, causal, key_lengths, window)
-        call = Call(q, k, v, visibility, scale, bias, dropout_p, return_weights, return_stats)
+        extras = (return_weights, return_stats, return_sums)
+        call = Call(q, k, v, visibility, scale, bias, dropout_p, *extras)
         self.check(call, options, contents=check)
         return run(self, call, options, impl)
 

@@ -17,8 +17,12 @@ from reluformer.ops import cpu
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.rule import Rectified
+from reluformer.ops.stats import row_sums
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
+_STATISTICS = {None: 0, "row_sum": 1, "entropy": 2}
+"""The kernels' level for each request for sums."""
 
 
 def why_not(
@@ -32,7 +36,7 @@ def why_not(
     if rule is None:
         return "fused kernels run rectified rules only"
     if call.return_weights or call.return_stats:
-        return "fused kernels return neither weights nor statistics"
+        return "fused kernels return neither weights nor statistics beyond `return_sums`"
     if call.bias is not None:
         return "fused kernels take no score bias"
     if rule.negative_slope != 0:
@@ -51,26 +55,30 @@ def run(
     if attention.cosine:
         q, k = (functional.normalize(t.to(wide), dim=-1).to(t.dtype) for t in (q, k))
     heads = q.shape[1]
-    output, _, _ = kernel()(
+    output, row_sum, log_sum = kernel()(
         q,
         k,
         call.v,
         scale=call.scale,
-        gamma=_each_head(rule.gamma, heads),
+        gamma=_each_head(rule.gamma, heads, wide),
         length_exponent=rule.length_exponent,
         power=rule.power,
-        threshold=_each_head(rule.threshold, heads),
+        threshold=_each_head(rule.threshold, heads, wide),
         causal=call.visibility.causal,
         window=call.visibility.window,
         key_lengths=call.visibility.key_lengths,
         mask=call.visibility.mask,
         dropout_p=call.dropout_p,
-        statistics=0,
+        statistics=_STATISTICS[call.return_sums],
     )
+    sums = None
+    if row_sum is not None:
+        n = call.visibility.count(q.shape[2], k.shape[2], q.device)
+        sums = row_sums(row_sum, log_sum, n)
     if attention.finish is not None:
         # Norms and gates are computed in float32, as in the reference.
         output = attention.finish_with(output.to(wide), options)
-    return AttentionResult(output.to(call.q.dtype), None, None)
+    return AttentionResult(output.to(call.q.dtype), None, None, sums)
 
 
 def triton_supports(call: Call, rule: Rectified) -> str | None:
@@ -108,9 +116,9 @@ def _rule(attention: Attention, options: Mapping[str, Any]) -> Rectified | None:
     return weigh if isinstance(weigh, Rectified) else None
 
 
-def _each_head(value: float | Tensor, heads: int) -> float | Tensor:
+def _each_head(value: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
     """Numbers as they are, tensors as [H]."""
     if not isinstance(value, Tensor):
         return value
-    value = value.to(torch.float32)
+    value = value.to(dtype)
     return value if value.shape == (heads,) else value.expand(heads)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.memory import Scores, hide, read
-from reluformer.ops.stats import summarise
+from reluformer.ops.stats import RowSums, row_sums, sum_of_w_log_w, summarise
 
 
 def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
@@ -45,7 +45,17 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
         output=output.to(call.q.dtype),
         weights=weights if call.return_weights else None,
         stats=summarise(weights, visible) if call.return_stats else None,
+        sums=_sums(weights, call) if call.return_sums else None,
     )
+
+
+def _sums(weights: Tensor, call: Call) -> RowSums:
+    """The sums that the call asks for, of weights [B, H, Tq, Tk]."""
+    size = weights.abs()
+    row_sum = size.sum(dim=-1)
+    log_sum = sum_of_w_log_w(size) if call.return_sums == "entropy" else None
+    n = call.visibility.count(weights.shape[-2], weights.shape[-1], weights.device)
+    return row_sums(row_sum, log_sum, n)
 
 
 def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tensor | None) -> Scores:

@@ -14,7 +14,7 @@ def why_not(attention: Attention, call: Call, options: Mapping[str, Any]) -> str
     """Why this call cannot run here, or None."""
     if attention.name != "softmax":
         return "torch's fused kernels compute softmax only"
-    if call.return_weights or call.return_stats:
+    if call.return_weights or call.return_stats or call.return_sums:
         return "torch's fused kernels return neither weights nor statistics"
     return None
 

@@ -1,11 +1,28 @@
 """Statistics of the weights of each query row."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from reluformer.ops.memory import hide
+
+SumsLevel = Literal["row_sum", "entropy"]
+"""Which sums over a row are wanted: of the weights, or those and what the entropy needs."""
+
+
+class RowSums(NamedTuple):
+    """What sums over each query row tell, without a map; every field is [B, H, Tq].
+
+    The fields mean what they mean in `Stats`.
+    """
+
+    row_sum: Tensor
+    """sum_j |w_ij|, differentiable."""
+    entropy: Tensor | None
+    """Entropy of the row-normalised weights, in nats, differentiable; None if not asked for."""
+    visible: Tensor
+    """n, the number of keys the row can see."""
 
 
 class Stats(NamedTuple):
@@ -48,6 +65,19 @@ def summarise(weights: Tensor, visible: Tensor | None) -> Stats:
         max=largest.masked_fill(n == 0, 0.0),
         visible=n,
     )
+
+
+def row_sums(row_sum: Tensor, log_sum: Tensor | None, n: Tensor | int) -> RowSums:
+    """From sum(w) and, where entropies are wanted, sum(w ln w), both [B, H, Tq].
+
+    n, the number of visible keys, is broadcastable to them.
+    """
+    if isinstance(n, int):
+        visible = torch.full_like(row_sum, n)
+    else:
+        visible = n.to(row_sum.dtype).expand(row_sum.shape)
+    entropy = None if log_sum is None else entropy_from_sums(row_sum, log_sum)
+    return RowSums(row_sum, entropy, visible)
 
 
 def sum_of_w_log_w(weights: Tensor) -> Tensor:

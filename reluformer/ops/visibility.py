@@ -53,6 +53,30 @@ class Visibility:
             visible = visible & rule
         return visible.expand(*visible.shape[:-1], keys)
 
+    def count(self, rows: int, keys: int, device: torch.device) -> Tensor | int:
+        """n, the number of keys each row sees, broadcastable to [B, H, Tq].
+
+        Only a mask has to be counted; all else follows from where the rows stand.
+        """
+        if self.mask is not None:
+            table = self.table(rows, keys, device)
+            assert table is not None
+            return table.sum(dim=-1)
+        end: Tensor | int = keys
+        if self.key_lengths is not None:
+            end = self.key_lengths.to(device).clamp(0, keys).view(-1, 1, 1)
+        elif rows == 1:
+            # The last position: nothing comes after it.
+            return keys if self.window is None else min(keys, self.window)
+        if not self.causal and self.window is None:
+            return end
+        position = torch.arange(keys - rows, keys, device=device)
+        high = position + 1 if self.causal else position + (self.window or 0)
+        high = high.clamp(max=end) if isinstance(end, int) else torch.minimum(high, end)
+        if self.window is not None:
+            high = high - (position - self.window + 1).clamp(min=0)
+        return high.clamp(min=0)
+
 
 def count_visible(visible: Tensor | None, keys: int, like: Tensor) -> Tensor:
     """n, the number of keys each row sees, as `like`'s dtype: [..., Tq, 1] (or [1, 1] if all)."""

@@ -58,6 +58,8 @@ def test_a_key_is_visible_when_every_rule_allows_it(
         assert table.shape[-1] == keys
         assert_same(table.expand_as(expected), expected)
     assert_same(n.expand(2, 3, rows, 1), expected.sum(-1, keepdim=True).double())
+    counted = torch.as_tensor(rules.count(rows, keys, torch.device("cpu")))
+    assert_same(counted.expand(2, 3, rows), expected.sum(-1))
 
 
 def test_causal_is_aligned_to_the_keys_never_to_their_lengths() -> None:
