@@ -17,6 +17,7 @@ from reluformer.model.base import Model
 from reluformer.model.blocks import AttentionBranch, MemoryBranch
 from reluformer.model.memory import KeyValueMemory
 from reluformer.model.readings import Reading
+from reluformer.ops import Stats
 
 Batch = Mapping[str, Any]
 
@@ -143,7 +144,7 @@ def _branch(name: str, out: Tensor, x: Tensor, valid: Tensor) -> Branch:
 
 def _attention_report(reading: Reading) -> AttentionReport:
     stats, weights = reading.stats, reading.weights
-    assert weights is not None
+    assert isinstance(stats, Stats) and weights is not None
     rows = (reading.valid & (stats.visible > 0)).expand_as(stats.row_sum)
     dead = rows & (stats.row_sum == 0)
 

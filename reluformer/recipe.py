@@ -120,7 +120,7 @@ class TrainConfig:
     normalisation_weight: float = 0.05
     """Of the loss that pulls row sums to 1; rectified attentions only."""
     entropy_weight: float = 0.05
-    """Of the loss on entropy above 0.7 ln n; rectified attentions only."""
+    """Of the loss on entropy above 0.7 ln n; rectified attentions only. At 0 it is not computed."""
     regulariser_warmup: int = 0
     """Steps over which both weights rise from 0."""
     sample_rows: int | None = None
@@ -147,7 +147,8 @@ class TrainConfig:
     precision: Literal["float32", "bfloat16"] | None = None
     """None: bfloat16 autocast on a GPU, float32 on a CPU."""
     compile: bool | None = None
-    """Compile the layers; None: on a GPU. Steps with regularisers run uncompiled all the same."""
+    """Compile the layers; None: on a GPU. Steps with regularisers run compiled only where fused
+    kernels make what these need: not with `sample_rows`, nor on a CPU."""
     graphs: bool | None = None
     """Record each shape of batch as a CUDA graph; None: on one GPU, unless `deterministic`."""
     deterministic: bool = False

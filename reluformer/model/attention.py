@@ -14,8 +14,10 @@ from reluformer.model.memory import KeyValueMemory
 from reluformer.model.positions import Start, rotate
 from reluformer.model.readings import KeyValues, Record
 from reluformer.model.scale import Gamma
+from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
-from reluformer.ops.stats import Stats
+from reluformer.ops.implementations import IMPLEMENTATIONS, choose
+from reluformer.ops.stats import RowSums, Stats
 from reluformer.ops.table import lookup
 from reluformer.ops.visibility import Visibility
 
@@ -27,7 +29,7 @@ class Attended(NamedTuple):
     """Output [B, Tq, width], with statistics and maps where they were asked for."""
 
     output: Tensor
-    stats: Stats | None
+    stats: Stats | RowSums | None
     valid: Tensor | None
     """Bool, broadcastable to the statistics' [B, H, rows]: False where the query is padding."""
     weights: Tensor | None
@@ -112,8 +114,9 @@ class MultiHeadAttention(nn.Module):
 
         A cache holds the earlier tokens of x. Where x has several rows for each sentence of the
         context (beams), they are read as further query rows and the context is not repeated.
-        With `record`, statistics cover all query rows or a random sample of `sample_rows`. With
-        `sequence`, x is this rank's shard of one that several ranks share.
+        With `record`, statistics cover all query rows or a random sample of `sample_rows`; row sums
+        and entropies alone are reported by regularisable kinds only. With `sequence`, x is this
+        rank's shard of one that several ranks share.
         """
         start: Start = 0 if cache is None else cache.start
         visible = None if cache is None else cache.visible
@@ -148,7 +151,7 @@ class MultiHeadAttention(nn.Module):
         options = self._options(x, beams)
         if self.calibrating:
             self._calibrate(q, keys, visibility, options, query_lengths)
-        with_map, with_stats = record == "weights", record != "nothing" and sample_rows is None
+        with_map, extras = record == "weights", _extras(record, self.row)
         result = self.row.attend(
             q,
             keys,
@@ -159,14 +162,16 @@ class MultiHeadAttention(nn.Module):
             dropout_p=self.config.dropout if self.training else 0.0,
             impl=self.config.impl if not with_map else "auto",
             return_weights=with_map,
-            return_stats=with_stats,
+            **(extras if sample_rows is None else {}),
             **options,
         )
-        stats, valid = result.stats, None
-        if record != "nothing":
+        stats, valid = _either(result), None
+        if extras:
             valid = _valid_rows(query_lengths, q.shape[2], q.device)
             if sample_rows is not None:
-                stats, valid = self._sampled(q, keys, visibility, options, valid, sample_rows)
+                rows = _sample(q.shape[2], sample_rows, q.device)
+                stats = self._of_rows(rows, q, keys, visibility, options, extras)
+                valid = valid[..., rows]
         output = self._leave(_rows_to_beams(result.output, beams))
         return Attended(output, stats, valid, result.weights)
 
@@ -234,35 +239,37 @@ class MultiHeadAttention(nn.Module):
         if target is None or "gamma" not in self.row.options:
             return
         valid = _valid_rows(query_lengths, q.shape[2], q.device)
-        stats = self._statistics(q, keys, visibility, options)
+        stats = self._statistics(q, keys, visibility, options, {"return_sums": "row_sum"})
         self.gamma.observe(stats.row_sum, valid & (stats.visible > 0), target)
         options["gamma"] = self.gamma()
 
-    def _sampled(
+    def _of_rows(
+        self,
+        rows: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        visibility: Visibility,
+        options: dict[str, Any],
+        extras: dict[str, Any],
+    ) -> Stats | RowSums:
+        """Statistics of some of the query rows, given by their numbers."""
+        visible = visibility.table(q.shape[2], keys.shape[2], q.device)
+        if visible is not None and visible.shape[-2] > 1:
+            visible = visible[..., rows, :]
+        return self._statistics(q[:, :, rows], keys, Visibility(mask=visible), options, extras)
+
+    def _statistics(
         self,
         q: Tensor,
         keys: Tensor,
         visibility: Visibility,
         options: dict[str, Any],
-        valid: Tensor,
-        sample_rows: int,
-    ) -> tuple[Stats, Tensor]:
-        """Statistics and validity of a random sample of the query rows, without replacement."""
-        # `randperm` cannot be recorded in a CUDA graph; sorting random numbers can.
-        rows = torch.rand(q.shape[2], device=q.device).argsort()[:sample_rows]
-        visible = visibility.table(q.shape[2], keys.shape[2], q.device)
-        if visible is not None and visible.shape[-2] > 1:
-            visible = visible[..., rows, :]
-        sampled = self._statistics(q[:, :, rows], keys, Visibility(mask=visible), options)
-        return sampled, valid[..., rows]
-
-    def _statistics(
-        self, q: Tensor, keys: Tensor, visibility: Visibility, options: dict[str, Any]
-    ) -> Stats:
-        """Statistics of the weights alone: no values are read, no output norm or gate applies."""
+        extras: dict[str, Any],
+    ) -> Stats | RowSums:
+        """What `extras` ask for, of the weights alone: no values, no output norm or gate."""
         no_values = keys[..., :0]
         kept = {name: value for name, value in options.items() if name not in ("gain", "gate")}
-        stats = self.row.attend(
+        result = self.row.attend(
             q,
             keys,
             no_values,
@@ -270,11 +277,43 @@ class MultiHeadAttention(nn.Module):
             causal=visibility.causal,
             key_lengths=visibility.key_lengths,
             impl="reference",
-            return_stats=True,
+            **extras,
             **kept,
-        ).stats
+        )
+        stats = _either(result)
         assert stats is not None
         return stats
+
+
+def opaque(
+    config: ModelConfig, attention: AttentionConfig, record: Record, device: torch.device
+) -> bool:
+    """Whether compilers see one operator in place of this attention and of what it records."""
+    row, width = lookup(attention.kind), config.head_width
+    q, k = (
+        torch.empty(1, heads, 2, width, dtype=torch.float32, device=device)
+        for heads in (config.heads, config.key_value_heads)
+    )
+    call = Call(q, k, k, Visibility(), row.default_scale(width), **_extras(record, row))
+    return IMPLEMENTATIONS[choose(row, call, attention.options, attention.impl)].opaque
+
+
+def _extras(record: Record, row: Attention) -> dict[str, Any]:
+    """The arguments that make an attention return what is recorded, but for maps."""
+    if record == "row_sum" or record == "entropy":
+        return {"return_sums": record} if row.regularisable else {}
+    return {} if record == "nothing" else {"return_stats": True}
+
+
+def _either(result: AttentionResult) -> Stats | RowSums | None:
+    """What a call with such arguments returned."""
+    return result.stats if result.sums is None else result.sums
+
+
+def _sample(rows: int, count: int, device: torch.device) -> Tensor:
+    """Numbers of `count` random rows, [count], or of all if there are fewer."""
+    # `randperm` cannot be recorded in a CUDA graph; sorting random numbers can.
+    return torch.rand(rows, device=device).argsort()[:count]
 
 
 def _projection(inputs: int, outputs: int) -> nn.Linear:

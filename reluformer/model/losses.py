@@ -19,7 +19,8 @@ class AttentionLosses(NamedTuple):
     normalisation: Tensor
     """|ln row_sum|: pulls every row's total weight to 1."""
     entropy: Tensor
-    """max(H - 0.7 ln n, 0), H the entropy of the row-normalised weights: keeps rows informative."""
+    """max(H - 0.7 ln n, 0), H the entropy of the row-normalised weights: keeps rows informative.
+    0 where only row sums were recorded."""
     dead_rows: Tensor
     """Share of the rows that see a key but give none any weight; no loss can revive those."""
 
@@ -84,7 +85,14 @@ def _one_attention(reading: Reading, margin: float) -> tuple[Tensor, Tensor, Ten
     rows = reading.valid & (stats.visible > 0)
     live = rows & (stats.row_sum > 0)
     # Dead rows leave the mean: their logarithm is infinite and their gradient zero.
-    log_sum = torch.where(live, stats.row_sum, 1.0).log().abs()
-    cap = margin * stats.visible.clamp_min(1).log()
-    excess = torch.where(live, (stats.entropy - cap).clamp_min(0), 0.0)
-    return log_sum.sum(), excess.sum(), live.sum(), rows.expand_as(live).sum()
+    distance = _distance_from_one(torch.where(live, stats.row_sum, 1.0))
+    excess = torch.zeros_like(distance)
+    if stats.entropy is not None:
+        cap = margin * stats.visible.clamp_min(1).log()
+        excess = torch.where(live, (stats.entropy - cap).clamp_min(0), 0.0)
+    return distance.sum(), excess.sum(), live.sum(), rows.expand_as(live).sum()
+
+
+def _distance_from_one(row_sum: Tensor) -> Tensor:
+    """|ln row_sum|. Its slope, 1 / row_sum, is steep where a row has almost no weight."""
+    return row_sum.log().abs()

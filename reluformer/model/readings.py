@@ -4,10 +4,12 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from reluformer.ops import Stats
+from reluformer.ops import RowSums, Stats
 
-Record = Literal["nothing", "stats", "weights"]
-"""How much a forward pass reports: nothing, row statistics, or statistics and whole maps."""
+Record = Literal["nothing", "row_sum", "entropy", "stats", "weights"]
+"""How much a forward pass reports, each more than the one before: nothing; row sums, or those and
+entropies, of the attentions that the regularisers are for; row statistics of all attentions; those
+and whole maps. Fused kernels make no more than sums and entropies."""
 
 
 class KeyValues(NamedTuple):
@@ -23,8 +25,9 @@ class Reading(NamedTuple):
     site: str
     """`encoder`, `decoder` or `cross`."""
     layer: int
-    stats: Stats
-    """Each field [B, H, rows]; `rows` are all query rows or a random sample of them."""
+    stats: Stats | RowSums
+    """As much as was asked for, each field [B, H, rows]; `rows` are all query rows or a random
+    sample of them."""
     valid: Tensor
     """Bool, broadcastable to [B, H, rows]: False where the query is padding."""
     weights: Tensor | None

@@ -56,6 +56,11 @@ class Attention:
         names = {name for function in functions for name in _keywords(function)}
         return frozenset(names - {"second"})
 
+    @property
+    def regularisable(self) -> bool:
+        """Whether row sums are learned and matter: rectified weights, no norm that undoes sums."""
+        return self.rule is not None and self.finish is None
+
     def weigh_with(self, options: Mapping[str, Any]) -> Weigh:
         """The weight function with its options bound."""
         if self.rule is not None:

@@ -28,6 +28,8 @@ class Implementation:
     """`auto` considers it on this kind of device only; None means on all."""
     automatic: bool = True
     """Whether `auto` considers it at all."""
+    opaque: bool = False
+    """Whether compilers see one operator in its place, and nothing of what it does."""
 
 
 def _anything(attention: Attention, call: Call, options: Options) -> str | None:
@@ -35,7 +37,7 @@ def _anything(attention: Attention, call: Call, options: Options) -> str | None:
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "triton": Implementation(fused.triton_run, fused.triton_why_not, device="cuda"),
+    "triton": Implementation(fused.triton_run, fused.triton_why_not, device="cuda", opaque=True),
     "cpu": Implementation(fused.cpu_run, fused.cpu_why_not, automatic=False),
     "sdpa": Implementation(sdpa.run, sdpa.why_not),
     "reference": Implementation(reference.run, _anything),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reluformer.model.readings import Reading
+from reluformer.ops import Stats
 from reluformer.train.distributed import Processes
 
 
@@ -52,6 +53,7 @@ def sum_up(readings: Sequence[Reading]) -> Tensor:
     """[5]: row sums, entropies, zeros, dead rows, and the number of rows they are summed over."""
     total = torch.zeros(5, dtype=torch.float64, device=readings[0].stats.row_sum.device)
     for _, _, stats, valid, _ in readings:
+        assert isinstance(stats, Stats)
         rows = valid & (stats.visible > 0)
         dead = stats.row_sum == 0
         columns = (stats.row_sum, stats.entropy, stats.zeros, dead, torch.ones_like(dead))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from reluformer.data.batches import Batch
+from reluformer.model.attention import opaque
 from reluformer.model.config import ModelConfig, Site
 from reluformer.model.losses import AttentionSums, attention_sums, mean_losses, translation_loss
-from reluformer.model.readings import Reading
+from reluformer.model.readings import Reading, Record
 from reluformer.ops.table import lookup
 from reluformer.recipe import TrainConfig
 from reluformer.train.distributed import Parallel, Processes
@@ -37,12 +38,33 @@ class Objective:
     """Stands in for `add_gradients`."""
 
     @cached_property
-    def regularised(self) -> frozenset[str]:
-        """Sites whose attention is rectified without a norm behind it that undoes row sums."""
+    def regularised(self) -> frozenset[Site]:
+        """Sites whose attention the regularisers are for."""
         if self.config.normalisation_weight == 0 and self.config.entropy_weight == 0:
             return frozenset()
         rows = {site: lookup(self.model.attention_at(site).kind) for site in _SITES}
-        return frozenset(s for s, row in rows.items() if row.rule is not None and not row.finish)
+        return frozenset(site for site, row in rows.items() if row.regularisable)
+
+    @cached_property
+    def record(self) -> Record:
+        """What attentions must report for the regularisers, and no more."""
+        if not self.regularised:
+            return "nothing"
+        return "row_sum" if self.config.entropy_weight == 0 else "entropy"
+
+    @cached_property
+    def compilable(self) -> bool:
+        """Whether layers may run compiled while they record."""
+        # Out of a fused kernel, sums are results of an operator that compilers do not look into.
+        # Those of the reference are reductions over its weights, and on those Inductor fails on
+        # Hopper (torch 2.11); a sample of rows is made by the reference.
+        return not self.regularised or (
+            self.config.sample_rows is None
+            and all(
+                opaque(self.model, self.model.attention_at(site), self.record, self.group.device)
+                for site in self.regularised
+            )
+        )
 
     def backward(self, parallel: Parallel, batches: Sequence[Batch], step: int) -> Tensor:
         """Add the gradients of one step's batches.
@@ -70,13 +92,12 @@ class Objective:
         `numbers` [3] are 1 / (tokens of the step), the batch's share of them, and that share times
         how far the regularisers have warmed up.
         """
-        recording = bool(self.regularised)
-        # Inductor fails on the statistics' reductions on Hopper (torch 2.11).
-        stance = torch.compiler.set_stance("force_eager") if recording else nullcontext()
+        compilable = self.compilable
+        stance = nullcontext() if compilable else torch.compiler.set_stance("force_eager")
         with self.autocast(), stance:
             output = parallel.forward(
                 **inputs(batch),
-                record="stats" if recording else "nothing",
+                record=self.record,
                 sample_rows=self.config.sample_rows,
             )
             smooth, nll = self.cross_entropy(
@@ -96,11 +117,10 @@ class Objective:
         return torch.stack([part.detach() for part in parts])
 
     def _regularisers(self, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
-        counted = [reading for reading in readings if reading.site in self.regularised]
-        if not counted:
+        if not readings:
             zero = torch.zeros((), device=self.group.device)
             return zero, zero
-        sums = attention_sums(counted)
+        sums = attention_sums(readings)
         counts = self.group.add(torch.stack([sums.live, sums.rows]))
         losses = mean_losses(sums, AttentionSums(sums.normalisation, sums.entropy, *counts))
         return losses.normalisation, losses.entropy

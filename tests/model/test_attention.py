@@ -1,12 +1,15 @@
 """The attention layer: what it learns, records, samples and calibrates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from reluformer import ATTENTIONS
 from reluformer.model import AttentionConfig, ReLUFormer, ReLUFormerLM
 from reluformer.model.attention import MultiHeadAttention
-from reluformer.model.losses import attention_losses
+from reluformer.model.losses import AttentionLosses, attention_losses
+from reluformer.model.readings import Record
 from reluformer.model.scale import Gamma
 from tests.model.factory import batch, small, tokens
 
@@ -108,6 +111,50 @@ def test_sampled_statistics_are_rows_of_the_full_ones(kind: str) -> None:
             columns = getattr(whole.stats, field).unsqueeze(-1)
             picked = getattr(some.stats, field).unsqueeze(-2)
             assert (columns - picked).abs().amax(dim=(0, 1)).amin(dim=0).max() < 1e-9
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("sample_rows", [None, 3])
+def test_losses_from_sums_are_those_from_statistics(impl: str, sample_rows: int | None) -> None:
+    config = small(attention_impl=impl, attention_gamma="head", attention_threshold="head")
+    model, inputs = ReLUFormer(config).double(), batch()
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def losses(record: Record) -> tuple[AttentionLosses, tuple[torch.Tensor, ...]]:
+        torch.manual_seed(1)
+        readings = model(**inputs, record=record, sample_rows=sample_rows).readings
+        assert len(readings) == 6
+        found = attention_losses(readings)
+        total = found.normalisation + 3 * found.entropy
+        return found, torch.autograd.grad(total, learned, allow_unused=True)
+
+    def from_statistics() -> tuple[AttentionLosses, tuple[torch.Tensor, ...]]:
+        # Only the reference makes these.
+        with pytest.MonkeyPatch.context() as patch:
+            for module in model.modules():
+                if isinstance(module, MultiHeadAttention):
+                    patch.setattr(module, "config", replace(module.config, impl="reference"))
+            return losses("stats")
+
+    expected, gradients = from_statistics()
+    assert expected.entropy > 0
+    torch.testing.assert_close(losses("entropy"), (expected, gradients))
+    without, _ = losses("row_sum")
+    torch.testing.assert_close(without.normalisation, expected.normalisation)
+    assert without.entropy == 0 and without.dead_rows == expected.dead_rows
+
+
+@pytest.mark.parametrize("sample_rows", [None, 2])
+def test_sums_are_recorded_where_they_can_be_regularised(sample_rows: int | None) -> None:
+    config = small(
+        encoder_attention=AttentionConfig(kind="rela"),
+        cross_attention=AttentionConfig(kind="softmax"),
+    )
+    model, inputs = ReLUFormer(config), batch()
+    for record, sites in (("row_sum", {"decoder"}), ("stats", {"encoder", "decoder", "cross"})):
+        output = model(**inputs, record=record, sample_rows=sample_rows)
+        assert {reading.site for reading in output.readings} == sites
+        torch.testing.assert_close(output.logits, model(**inputs).logits)
 
 
 def test_sampled_losses_are_unbiased() -> None:

@@ -1,6 +1,7 @@
 """A step's loss is the formula over the global batch, whatever fills or divides it."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from reluformer.model import ReLUFormer
 from reluformer.model.losses import attention_losses
 from reluformer.recipe import Recipe
 from reluformer.train.data import TrainingData, load_data
-from reluformer.train.distributed import Processes, parallelise
+from reluformer.train.distributed import Parallel, Processes, parallelise
 from reluformer.train.step import Objective, inputs
 from tests.train.tiny import tiny
 
@@ -66,6 +67,75 @@ def test_the_loss_is_the_formula(data: TrainingData) -> None:
     wanted = -smooth.mean() + 0.3 * losses.normalisation + 0.7 * losses.entropy
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
     assert int(real.sum()) == batch.target_tokens
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "entropy", "record"),
+    [(0.0, 0.0, "nothing"), (0.1, 0.0, "row_sum"), (0.0, 0.1, "entropy"), (0.1, 0.1, "entropy")],
+)
+def test_no_more_is_recorded_than_is_weighed(
+    normalisation: float, entropy: float, record: str
+) -> None:
+    recipe = tiny(normalisation_weight=normalisation, entropy_weight=entropy)
+    assert Objective(recipe.train, recipe.model, ALONE, nullcontext).record == record
+
+
+def test_a_step_without_entropies_is_the_same(data: TrainingData) -> None:
+    recipe = tiny(model__dropout=0.0, entropy_weight=0.0)
+    model, batches = a_model(recipe, data), some_batches(data, 2)
+    losses, gradients = step(recipe, model, batches)
+    # So small a weight moves no gradient, but asks for entropies.
+    tiniest = tiny(model__dropout=0.0, entropy_weight=1e-300)
+    others, expected = step(tiniest, model, batches)
+    torch.testing.assert_close(losses[:3], others[:3])
+    assert losses[3] == 0 and others[3] > 0
+    torch.testing.assert_close(gradients, expected)
+
+
+TRITON = {"kind": "relu", "impl": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "compilable"),
+    [
+        ({"normalisation_weight": 0.0, "entropy_weight": 0.0}, True),
+        ({"model__attention": {"kind": "softmax"}}, True),
+        ({}, False),
+        ({"model__attention": TRITON}, True),
+        ({"model__attention": TRITON, "sample_rows": 4}, False),
+        ({"model__attention": TRITON, "model__cross_attention": {"kind": "softmax"}}, True),
+        ({"model__attention": TRITON, "model__cross_attention": {"kind": "leaky_relu"}}, False),
+    ],
+)
+def test_layers_run_compiled_unless_the_reference_makes_sums(
+    data: TrainingData,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    compilable: bool,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    recipe = tiny(model__width=32, **fields)
+    objective = Objective(recipe.train, recipe.model, ALONE, nullcontext)
+    assert objective.compilable is compilable
+    stances: list[str] = []
+
+    class Stopped(Exception):
+        pass
+
+    def forward(**arguments: Any) -> None:
+        assert arguments["record"] == objective.record
+        raise Stopped
+
+    def set_stance(stance: str) -> AbstractContextManager[None]:
+        stances.append(stance)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+    parallel = Parallel(a_model(recipe, data), forward, lambda last: nullcontext())
+    with pytest.raises(Stopped):
+        objective.add_gradients(parallel, some_batches(data, 1)[0], torch.ones(3))
+    assert stances == ([] if compilable else ["force_eager"])
 
 
 def test_rows_that_fill_a_shape_change_nothing(data: TrainingData) -> None:
