@@ -97,7 +97,7 @@ def triton_kernel() -> Kernel:
 
 def cpu_supports(call: Call, rule: Rectified) -> str | None:
     """Why the CPU path cannot run this call, or None."""
-    return cpu.supports(call.q, scale=call.scale, masked=call.visibility.mask is not None)
+    return cpu.supports(call.q, scale=call.scale)
 
 
 def cpu_kernel() -> Kernel:

@@ -1,25 +1,41 @@
-"""The tiled CPU path against the formula: outputs, all gradients, tiles cut small."""
+"""The CPU path against the formula: outputs, all gradients, tiles cut small or none."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from reluformer.bench.timing import Clock
 from reluformer.errors import UserError
 from reluformer.ops import cpu
+from reluformer.ops import cpu_tiles as tiles
 from reluformer.ops.api import relu_attention
-from tests.ops.rectified import CASES, Case, arguments, check, error, expected, found, weights
+from tests.ops.rectified import (
+    CASES,
+    Case,
+    arguments,
+    check,
+    error,
+    expected,
+    found,
+    visible,
+    weights,
+)
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that no length fits."""
-    monkeypatch.setattr(cpu, "ROWS", dict.fromkeys(cpu.ROWS, 8))
-    monkeypatch.setattr(cpu, "SCORES", dict.fromkeys(cpu.SCORES, 8 * 16))
+@pytest.fixture(autouse=True, params=["tiles", "one piece"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles that no length fits, or one for everything."""
+    monkeypatch.setattr(tiles, "ROWS", dict.fromkeys(tiles.ROWS, 8))
+    monkeypatch.setattr(tiles, "SCORES", dict.fromkeys(tiles.SCORES, 8 * 16))
+    if request.param == "tiles":
+        monkeypatch.setattr(tiles, "MANY_ROWS", 0)
+        monkeypatch.setattr(tiles, "SHORT", 0)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if case.mask is None], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
     bound = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
     check(cpu.rectified_attention, arguments(case, dtype, "cpu"), bound, 3 * bound)
@@ -78,7 +94,7 @@ def test_only_one_statistic_is_used() -> None:
     torch.testing.assert_close(grads, wanted)
 
 
-@pytest.mark.parametrize("change", [{"power": 3}, {"scale": 0.0}, {"mask": torch.ones(1)}])
+@pytest.mark.parametrize("change", [{"power": 3}, {"scale": 0.0}])
 def test_refuses_in_one_sentence(change: dict[str, Any]) -> None:
     given = arguments(CASES[0], torch.float32, "cpu")
     q, k, v = (given.leaves[name] for name in "qkv")
@@ -86,27 +102,69 @@ def test_refuses_in_one_sentence(change: dict[str, Any]) -> None:
         cpu.rectified_attention(q, k, v, **{**given.options, **change})
 
 
-@pytest.mark.parametrize("lengths", [None, (20, 37, 0)])
-def test_reads_a_large_cache_where_it_lies(
-    lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "LARGE", 1)
-    case = Case("", batch=3, queries=1, keys=37, causal=True, key_lengths=lengths, statistics=1)
-    given = arguments(case, torch.float32, "cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("laid", ["by token", "by head", "with room"])
+@pytest.mark.parametrize(
+    "rules", [{}, {"key_lengths": (20, 37, 0)}, {"mask": (3, 1, 3, 37)}], ids=str
+)
+def test_reads_a_cache_where_it_lies(rules: dict[str, Any], laid: str, dtype: torch.dtype) -> None:
+    case = Case("", batch=3, heads=4, queries=3, keys=37, statistics=1, **rules)
+    given = arguments(case, dtype, "cpu", transposed=laid == "by token")
     wanted, _ = expected(given)
-    with torch.no_grad():
-        out, sums, logs = cpu.rectified_attention(
-            *(given.leaves[name] for name in "qkv"), **given.options
-        )
-    assert error(out, wanted[0]) <= 2e-6
-    assert error(sums, wanted[1]) <= 2e-6
+    q, k, v = (given.leaves[name].detach() for name in "qkv")
+    if laid == "with room":
+        k, v = (torch.nn.functional.pad(each, (0, 0, 0, 9))[:, :, :37] for each in (k, v))
+    out, sums, logs = cpu.rectified_attention(q, k, v, **given.options)
+    bound = 2e-6 if dtype == torch.float32 else 8e-3
+    assert error(out, wanted[0]) <= bound
+    assert error(sums, wanted[1]) <= bound
     assert logs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rules", [{"key_lengths": (5, 0)}, {"mask": (2, 1, 1, 9)}], ids=str)
+def test_hidden_keys_may_hold_anything(rules: dict[str, Any], dtype: torch.dtype) -> None:
+    given = arguments(Case("", batch=2, queries=3, keys=9, **rules), dtype, "cpu")
+    q, k, v = (given.leaves[name].detach() for name in "qkv")
+    out, _, _ = cpu.rectified_attention(q, k, v, **given.options)
+    seen = visible(given.options, (2, 2, 3, 9))[:, :, 0, :, None]
+    for nonsense in (torch.nan, torch.inf):
+        other, _, _ = cpu.rectified_attention(q, torch.where(seen, k, nonsense), v, **given.options)
+        assert torch.equal(other, out)
+
+
+def test_memory_is_linear_in_the_length(size: str) -> None:
+    if size != "tiles":
+        return
+    clock = Clock("cpu")
+
+    def peak(n: int) -> float:
+        given = arguments(Case("", queries=n, keys=n, causal=True), torch.float32, "cpu")
+        return clock.peak(lambda: found(cpu.rectified_attention, given))
+
+    assert peak(256) < 2.5 * peak(128)
 
 
 def test_runs_on_request() -> None:
     q, k, v = (torch.randn(2, 4, 19, 16) for _ in "qkv")
+    mask = torch.rand(2, 1, 19, 19) > 0.3
     options = {"causal": True, "gamma": torch.rand(4) + 1, "key_lengths": torch.tensor([19, 7])}
-    ours = relu_attention(q, k, v, impl="cpu", **options)
-    torch.testing.assert_close(ours, relu_attention(q, k, v, impl="reference", **options))
-    with pytest.raises(UserError, match="mask"):
-        relu_attention(q, k, v, impl="cpu", mask=torch.ones(19, 19, dtype=torch.bool))
+    for more in ({}, {"mask": mask}):
+        ours = relu_attention(q, k, v, impl="cpu", **options, **more)
+        wanted = relu_attention(q, k, v, impl="reference", **options, **more)
+        torch.testing.assert_close(ours, wanted)
+    with pytest.raises(UserError, match="bias"):
+        relu_attention(q, k, v, impl="cpu", bias=torch.zeros(19))
+
+
+def test_float64_stays_float64() -> None:
+    q, k, v = (torch.randn(1, 4, 19, 16, dtype=torch.float64) for _ in "qkv")
+    gamma = torch.rand(4, dtype=torch.float64) + 1
+    ours, wanted = (relu_attention(q, k, v, impl=i, gamma=gamma) for i in ("cpu", "reference"))
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_rounds_nothing() -> None:
+    given = arguments(Case("", causal=True), torch.float32, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        check(cpu.rectified_attention, given, 2e-6, 6e-6)
