@@ -262,10 +262,8 @@ def _factor(
     plan: tiles.Plan, q: Tensor, gamma: Tensor | None, visible: Tensor | None
 ) -> Tensor | float:
     """C_i, broadcastable to [B, H, Tq]; a row that sees nothing has no x to scale."""
-    if visible is None:
-        n = plan.rules.count(q.shape[2], plan.keys, q.device)
-    else:
-        n = visible.sum(-1)
+    rows = q.shape[2]
+    n = plan.rules.count(rows, plan.keys, q.device) if visible is None else visible.sum(-1)
     unit = plan.scale**plan.power / plan.gamma
     factor: Tensor | float
     if isinstance(n, int):

@@ -26,8 +26,6 @@ class Implementation:
     why_not: Callable[[Attention, Call, Options], str | None]
     device: str | None = None
     """`auto` considers it on this kind of device only; None means on all."""
-    automatic: bool = True
-    """Whether `auto` considers it at all."""
     opaque: bool = False
     """Whether compilers see one operator in its place, and nothing of what it does."""
 
@@ -38,7 +36,7 @@ def _anything(attention: Attention, call: Call, options: Options) -> str | None:
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(fused.triton_run, fused.triton_why_not, device="cuda", opaque=True),
-    "cpu": Implementation(fused.cpu_run, fused.cpu_why_not, automatic=False),
+    "cpu": Implementation(fused.cpu_run, fused.cpu_why_not, device="cpu"),
     "sdpa": Implementation(sdpa.run, sdpa.why_not),
     "reference": Implementation(reference.run, _anything),
 }
@@ -60,8 +58,7 @@ def choose(attention: Attention, call: Call, options: Options, impl: str) -> str
         return next(
             name
             for name, implementation in IMPLEMENTATIONS.items()
-            if implementation.automatic
-            and implementation.device in (None, call.q.device.type)
+            if implementation.device in (None, call.q.device.type)
             and implementation.why_not(attention, call, options) is None
         )
     if impl not in IMPLEMENTATIONS:

@@ -55,6 +55,28 @@ def test_auto_passes_over_the_implementations_of_other_devices(
     assert fast == ["tda"]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "chosen"),
+    [
+        ("relu", {}, "cpu"),
+        ("relu", {"causal": True, "dropout_p": 0.1}, "cpu"),
+        ("relu", {"mask": torch.ones(5, dtype=torch.bool)}, "cpu"),
+        ("relu", {"bias": torch.zeros(5)}, "reference"),
+        ("relu", {"return_stats": True}, "reference"),
+        ("softmax", {}, "sdpa"),
+        ("sigmoid", {}, "reference"),
+    ],
+    ids=str,
+)
+def test_auto_on_a_cpu(
+    name: str, arguments: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    implementations._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="reluformer"):
+        attention(name, *make(), **arguments)
+    assert caplog.messages == [f"{name} attention runs on cpu with impl={chosen}"]
+
+
 def test_an_explicit_request_is_obeyed(fast: list[str]) -> None:
     q, k, v = make()
     attention("relu", q, k, v, impl="reference")
