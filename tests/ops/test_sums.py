@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reluformer import ATTENTIONS, RowSums, attention
 from reluformer.errors import UserError
-from reluformer.ops import cpu, implementations
+from reluformer.ops import cpu_tiles, implementations
 from reluformer.ops.implementations import IMPLEMENTATIONS
 from reluformer.ops.stats import SumsLevel
 from tests.ops.inputs import assert_same, every_attention, gradients, make, tensor_options
@@ -43,8 +43,10 @@ def test_sums_are_those_of_the_statistics(name: str, level: SumsLevel) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "ROWS", dict.fromkeys(cpu.ROWS, 4))
-    monkeypatch.setattr(cpu, "SCORES", dict.fromkeys(cpu.SCORES, 4 * 3))
+    monkeypatch.setattr(cpu_tiles, "ROWS", dict.fromkeys(cpu_tiles.ROWS, 4))
+    monkeypatch.setattr(cpu_tiles, "SCORES", dict.fromkeys(cpu_tiles.SCORES, 4 * 3))
+    monkeypatch.setattr(cpu_tiles, "MANY_ROWS", 0)
+    monkeypatch.setattr(cpu_tiles, "SHORT", 0)
 
 
 # One setting serves all examples.
@@ -113,7 +115,7 @@ def test_auto_takes_a_fused_implementation(monkeypatch: pytest.MonkeyPatch) -> N
         ran.append("fused")
         return IMPLEMENTATIONS["cpu"].run(*arguments)
 
-    here = replace(IMPLEMENTATIONS["cpu"], run=run, automatic=True)
+    here = replace(IMPLEMENTATIONS["cpu"], run=run)
     monkeypatch.setattr(implementations, "IMPLEMENTATIONS", {**IMPLEMENTATIONS, "cpu": here})
     q, k, v = make()
     for level in ("row_sum", "entropy"):
