@@ -35,7 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer import PagedCache, decode_attention, relu_attention
-from reluformer.bench.timing import Clock
+from reluformer.bench.timing import Clock, ratio
 from reluformer.ops.triton import tiles
 from reluformer.ops.triton.tiles import Tile
 
@@ -315,8 +315,10 @@ def tune(plan: Plan, clock: Clock, allowed: Allowed) -> tuple[Chosen, list[dict[
                 continue
             call = Inputs(plan, shape, data[way]).ours(way)
             times = clock.rounds({str(tile): partial(call, tile) for tile in found}, 3, 0.0)
+            # The clock leaves out who is far behind.
+            found = [tile for tile in found if str(tile) in times]
             medians = {tile: statistics.median(times[str(tile)]) for tile in found}
-            ranked = sorted(found, key=lambda tile: medians[tile])
+            ranked = sorted(found, key=medians.__getitem__)
             chosen[way, shape.width, shape.queries] = ranked[0]
             report += [
                 {"way": way, "shape": str(shape), "tile": asdict(tile), "ms": medians[tile]}
@@ -334,8 +336,8 @@ def measure(plan: Plan, shape: Shape, data: Data, clock: Clock, chosen: Chosen) 
         tile = chosen.get((way, shape.width, shape.queries))
         if tile is not None:
             calls[way] = partial(given.ours(way), tile)
-    times = clock.rounds(calls, plan.rounds, 0.0)
-    peers = [name for name in calls if name not in (*WAYS, "copy")]
+    times = clock.rounds(calls, plan.rounds, 0.0, yardstick="copy")
+    peers = [name for name in times if name not in (*WAYS, "copy")]
     best = min(peers, key=lambda name: statistics.median(times[name]), default=None)
     row: dict[str, Any] = {
         "shape": str(shape), **asdict(shape), "data": data.name, "bytes": given.bytes, "peer": best,
@@ -346,15 +348,11 @@ def measure(plan: Plan, shape: Shape, data: Data, clock: Clock, chosen: Chosen) 
             "low": min(found),
             "high": max(found),
             "TB/s": given.bytes / statistics.median(found) / 1e9,
-            "of copy": _ratio(times["copy"], found),
-            **({"x peer": _ratio(times[best], found)} if best else {}),
+            "of copy": ratio(found, times["copy"]),
+            **({"x peer": ratio(found, times[best])} if best else {}),
             **({"host us": clock.host[name]} if name in clock.host else {}),
         }
     return row
-
-
-def _ratio(theirs: list[float], mine: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(theirs, mine, strict=True))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

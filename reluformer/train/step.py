@@ -92,8 +92,7 @@ class Objective:
         `numbers` [3] are 1 / (tokens of the step), the batch's share of them, and that share times
         how far the regularisers have warmed up.
         """
-        compilable = self.compilable
-        stance = nullcontext() if compilable else torch.compiler.set_stance("force_eager")
+        stance = nullcontext() if self.compilable else torch.compiler.set_stance("force_eager")
         with self.autocast(), stance:
             output = parallel.forward(
                 **inputs(batch),
