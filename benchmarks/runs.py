@@ -29,6 +29,8 @@ from reluformer.info import commit, info
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "reluformer"]
+# Decoding waits for the host: few large batches, on a large GPU.
+BATCH_TOKENS = 131_072
 CURVE = ("step", "nll", "grad_norm", "lr", "tokens", "tokens_per_second", "attention", "dev")
 
 
@@ -94,6 +96,7 @@ def scores(finished: list[str], first: str, folder: Path, test: str, queue: Queu
     commands = {
         f"{name}-translate": [
             *COMMAND, "translate", "--model", str(folder / name), "--beam", "5",
+            "--batch-tokens", str(BATCH_TOKENS),
             "--input", f"{test}.source.txt", "--output", str(output),
         ]
         for name, output in outputs.items() if not output.exists()

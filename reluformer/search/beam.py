@@ -1,5 +1,7 @@
 """Beam search."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,15 @@ class _Beams:
 
     `sums` [B, beams] are log-probabilities, -inf in an empty place; `history` [B * beams, length]
     the tokens of each; `free` [B] the places of a beam that ended hypotheses have not taken;
-    `threshold` [B] the score that an open hypothesis must be able to pass.
+    `threshold` [B] the score that an open hypothesis must be able to pass, out of the task's
+    `floors`.
     """
 
     def __init__(self, model: ReLUFormer, task: Task, config: SearchConfig, best: int) -> None:
         self.config, self.best, self.eos = config, best, model.config.eos_id
         self.decoder = Decoder(model, task, config.beam)
         self.ended: list[list[Hypothesis]] = [[] for _ in task.sources]
+        self.floors = [-math.inf] * len(task.sources)
         device, sentences = self.decoder.last.device, len(task.sources)
         self.sums = torch.full((sentences, config.beam), -torch.inf, device=device)
         # At first all rows of a sentence are alike: one of them is enough.
@@ -78,23 +82,25 @@ class _Beams:
 
     def _end(self, ends: Tensor) -> None:
         """Move the hypotheses that `ends` [B, beams] marks to the ended ones."""
-        length = self.decoder.length
-        for sentence, place in ends.nonzero().tolist():
-            log_probability = float(self.sums[sentence, place])
-            self.ended[int(self.decoder.indices[sentence])].append(
-                Hypothesis(
-                    self.history[sentence * self.config.beam + place, :-1].tolist(),
-                    self.config.score(log_probability, length),
-                    log_probability,
-                    complete=length <= int(self.decoder.longest[sentence]),
-                )
-            )
+        length, (sentences, places) = self.decoder.length, ends.nonzero(as_tuple=True)
+        # Each of these waits for the device: once for all, not once a hypothesis.
+        columns = (
+            self.decoder.indices[sentences].tolist(),
+            self.sums[sentences, places].tolist(),
+            self.history[sentences * self.config.beam + places, :-1].tolist(),
+            (length <= self.decoder.longest[sentences]).tolist(),
+        )
+        for index, log_probability, tokens, complete in zip(*columns, strict=True):
+            score = self.config.score(log_probability, length)
+            self.ended[index].append(Hypothesis(tokens, score, log_probability, complete=complete))
         self.sums = self.sums.masked_fill(ends, -torch.inf)
         self.free = self.free - ends.sum(dim=1)
-        for sentence in ends.any(dim=1).nonzero().flatten().tolist():
-            scores = sorted(h.score for h in self.ended[int(self.decoder.indices[sentence])])
+        for index in set(columns[0]):
+            scores = sorted((hypothesis.score for hypothesis in self.ended[index]), reverse=True)
             if len(scores) >= self.best:
-                self.threshold[sentence] = scores[-self.best]
+                self.floors[index] = scores[self.best - 1]
+        floors = [self.floors[index] for index in self.decoder.indices.tolist()]
+        self.threshold = torch.tensor(floors, device=ends.device)
 
     def _bound(self, sums: Tensor) -> Tensor:
         """The highest score that a hypothesis with `sums` [B] may still reach, [B].
