@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -205,6 +205,9 @@ def evaluate(
     documents: Annotated[
         bool, typer.Option("--documents", help="Also score whole documents (d-BLEU).")
     ] = False,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="BLEU, chrF2, TER; default all. TER is slow.")
+    ] = None,
     tokenize: Annotated[str, typer.Option(help="sacreBLEU's tokenizer for BLEU.")] = "13a",
     tokenised_reference: Annotated[
         Path | None, typer.Option(help="The reference as tokenised elsewhere.")
@@ -235,6 +238,7 @@ def evaluate(
             wanted,
             dict(zip(names, found, strict=True)),
             documents=documents,
+            metrics=cast("list[scoring.Metric]", metric) or scoring.METRICS,
             tokenize=tokenize,
             tokenised=tokenised,
             samples=samples,

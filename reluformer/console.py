@@ -155,7 +155,8 @@ def show_evaluation(result: "Evaluation") -> None:
     for comparison in result.comparisons:
         print(
             f"{score_label(comparison.name, comparison.level, 'mixed')}: {comparison.system} "
-            f"{comparison.value:.2f} against {comparison.baseline_value:.2f}, "
+            f"{comparison.value:.2f} against {comparison.baseline_value:.2f}, difference "
+            f"{comparison.interval[0]:+.2f} to {comparison.interval[1]:+.2f}, "
             f"p = {comparison.p_value:.4f}"
         )
     for score in result.systems[0].scores:

@@ -9,14 +9,19 @@ tokenised elsewhere, and labelled.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
 
 from reluformer.data.text import DOCUMENT, lines
 from reluformer.errors import UserError
 
 Level = Literal["sentence", "document"]
+Metric = Literal["BLEU", "chrF2", "TER"]
 
+METRICS: tuple[Metric, ...] = get_args(Metric)
 TOKENIZERS = ("13a", "intl", "char", "zh", "none")
+_SEED = 12345
 # Upper bounds of the groups of documents, in words of the reference.
 _LENGTHS = (128, 256, 512, 1024, 2048)
 
@@ -51,6 +56,8 @@ class Comparison(NamedTuple):
     value: float
     p_value: float
     """Probability of such a difference if both were equally good."""
+    interval: tuple[float, float]
+    """95 % interval of `value - baseline_value`."""
     signature: str
 
 
@@ -98,6 +105,7 @@ def evaluate(
     hypotheses: Mapping[str, Documents],
     *,
     documents: bool = False,
+    metrics: Sequence[Metric] = METRICS,
     tokenize: str = "13a",
     tokenised: tuple[Documents, Mapping[str, Documents]] | None = None,
     samples: int = 1000,
@@ -105,10 +113,14 @@ def evaluate(
 ) -> Evaluation:
     """Score every system's sentences against the reference's, document by document.
 
-    `documents` adds scores on whole documents. `tokenised` are the reference and the systems'
-    outputs as tokenised elsewhere. Several systems are compared with the first by paired bootstrap
-    of so many `samples`. `progress` is told what is done, of how much, and what comes next.
+    `documents` adds scores on whole documents. Of the metrics, TER takes by far the longest and is
+    only computed by sentence; comparisons are by the others. `tokenised` are the reference and the
+    systems' outputs as tokenised elsewhere. Several systems are compared with the first by paired
+    bootstrap of so many `samples`. `progress` is told what is done, of how much, and what is next.
     """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise UserError(f"metrics must be among {', '.join(METRICS)}, got {metric!r}")
     if tokenize not in TOKENIZERS:
         raise UserError(f"tokenize must be one of {', '.join(TOKENIZERS)}, got {tokenize!r}")
     if samples < 1:
@@ -130,7 +142,7 @@ def evaluate(
             )
         scores: list[Score] = []
         for level in levels:
-            for score in _scores(reference, hypothesis, level, tokenize):
+            for score in _scores(reference, hypothesis, level, metrics, tokenize):
                 scores.append(score)
                 report(len(systems), total, f"scoring {name}: {score.name}")
         if tokenised is not None:
@@ -140,7 +152,7 @@ def evaluate(
     comparisons: list[Comparison] = []
     for number, level in enumerate(compared, len(systems)):
         report(number, total, f"comparing by {level}")
-        comparisons += _compare(reference, hypotheses, level, tokenize, samples)
+        comparisons += _compare(reference, hypotheses, level, metrics, tokenize, samples)
     return Evaluation(
         sum(map(len, reference)),
         len(reference) if documents else None,
@@ -210,25 +222,30 @@ def _segments(texts: Documents, level: Level) -> list[str]:
 
 
 def _scores(
-    reference: Documents, hypothesis: Documents, level: Level, tokenize: str
+    reference: Documents,
+    hypothesis: Documents,
+    level: Level,
+    metrics: Sequence[Metric],
+    tokenize: str,
 ) -> Iterator[Score]:
+    given, wanted = _segments(hypothesis, level), [_segments(reference, level)]
+    for case in ("mixed", "lower"):
+        for name in METRICS:
+            # TER's search for shifts would take minutes on whole documents.
+            if name in metrics and (name != "TER" or level == "sentence"):
+                metric = _metric(name, tokenize, lower=case == "lower")
+                value = metric.corpus_score(given, wanted).score
+                yield Score(name, level, case, value, str(metric.get_signature()))
+
+
+def _metric(name: Metric, tokenize: str, *, lower: bool = False) -> Any:
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
     from sacrebleu.metrics.ter import TER
 
-    given, wanted = _segments(hypothesis, level), [_segments(reference, level)]
-    for lower in (False, True):
-        metrics: list[tuple[str, Any]] = [
-            ("BLEU", BLEU(lowercase=lower, tokenize=tokenize)),
-            ("chrF2", CHRF(lowercase=lower)),
-        ]
-        if level == "sentence":
-            # Its search for shifts would take minutes on whole documents.
-            metrics.append(("TER", TER(case_sensitive=not lower)))
-        for name, metric in metrics:
-            value = metric.corpus_score(given, wanted).score
-            case: Literal["mixed", "lower"] = "lower" if lower else "mixed"
-            yield Score(name, level, case, value, str(metric.get_signature()))
+    if name == "BLEU":
+        return BLEU(lowercase=lower, tokenize=tokenize)
+    return CHRF(lowercase=lower) if name == "chrF2" else TER(case_sensitive=not lower)
 
 
 def _tokenised(reference: Documents, hypothesis: Documents) -> Score:
@@ -264,23 +281,27 @@ def _compare(
     reference: Documents,
     hypotheses: Mapping[str, Documents],
     level: Level,
+    metrics: Sequence[Metric],
     tokenize: str,
     samples: int,
 ) -> Iterator[Comparison]:
-    from sacrebleu.metrics.bleu import BLEU
-    from sacrebleu.metrics.chrf import CHRF
     from sacrebleu.significance import PairedTest
 
     named: list[Any] = [(name, _segments(texts, level)) for name, texts in hypotheses.items()]
-    metrics: dict[str, Any] = {"BLEU": BLEU(tokenize=tokenize), "chrF2": CHRF()}
+    scorers = {name: _metric(name, tokenize) for name in METRICS if name in metrics}
+    scorers.pop("TER", None)
+    if not scorers:
+        return
     wanted = [_segments(reference, level)]
-    test = PairedTest(named, metrics, wanted, test_type="bs", n_samples=samples)
+    test = PairedTest(named, cast("Any", scorers), wanted, test_type="bs", n_samples=samples)
     signatures, results = cast("tuple[dict[str, Any], dict[str, Any]]", test())
-    for metric in metrics:
+    for metric, scorer in scorers.items():
         baseline, *others = results[metric]
-        for (name, segments), other in zip(named[1:], others, strict=True):
+        resampled = _resampled(scorer, [segments for _, segments in named], wanted, samples)
+        for at, ((name, segments), other) in enumerate(zip(named[1:], others, strict=True), 1):
             # The test counts differences above the one found, and so calls equal systems different.
             p_value = 1.0 if segments == named[0][1] else other.p_value
+            low, high = np.percentile(resampled[at] - resampled[0], [2.5, 97.5])
             yield Comparison(
                 metric,
                 level,
@@ -288,5 +309,25 @@ def _compare(
                 baseline.score,
                 other.score,
                 p_value,
+                (float(low), float(high)),
                 str(signatures[metric]),
             )
+
+
+def _resampled(
+    scorer: Any, systems: Sequence[Sequence[str]], wanted: list[list[str]], samples: int
+) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """Scores [systems, samples] on the same random draws of segments, with replacement.
+
+    A score is computed from counts that add up over segments, so a draw is a sum of rows. The
+    paired test of sacreBLEU works so too, but keeps the differences to itself.
+    """
+    counts = [np.array(scorer._extract_corpus_statistics(each, wanted)) for each in systems]
+    draw, size = np.random.default_rng(_SEED), len(wanted[0])
+    scores = np.empty((len(systems), samples))
+    for sample in range(samples):
+        times = np.bincount(draw.integers(size, size=size), minlength=size)
+        for at, each in enumerate(counts):
+            totals = (times @ each).tolist()
+            scores[at, sample] = scorer._compute_score_from_stats(totals).score
+    return scores

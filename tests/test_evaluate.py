@@ -1,5 +1,6 @@
 """Scores: known values, levels, cases, alignment, comparisons."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,38 @@ def test_systems_are_compared_with_the_first() -> None:
     assert found["BLEU", "good"].p_value < 0.02 < 1.0 == found["BLEU", "twin"].p_value
     assert found["BLEU", "good"].value > found["BLEU", "good"].baseline_value
     assert "bs:200" in found["chrF2", "good"].signature
+    low, high = found["BLEU", "good"].interval
+    gain = found["BLEU", "good"].value - found["BLEU", "good"].baseline_value
+    assert 0 < low < gain < high
+    assert found["BLEU", "twin"].interval == found["chrF2", "twin"].interval == (0.0, 0.0)
     again = evaluate(REFERENCE * 10, many, samples=200)
     assert again == evaluation
+
+
+def test_an_interval_covers_what_new_text_would_show() -> None:
+    # Of many corpora with the same chance of an error, about 95 % of the intervals hold the truth.
+    rng = random.Random(0)
+
+    def corpus(errors: float) -> list[list[str]]:
+        words = [["no" if rng.random() < errors else "yes" for _ in range(12)] for _ in range(60)]
+        return [[" ".join(line)] for line in words]
+
+    wanted = [["yes " * 11 + "yes"]] * 60
+    inside = 0
+    for _ in range(20):
+        systems = {"base": corpus(0.2), "same": corpus(0.2)}
+        found = evaluate(wanted, systems, metrics=["BLEU"], samples=100).comparisons
+        low, high = found[0].interval
+        inside += low <= 0 <= high
+    assert 15 <= inside
+
+
+def test_only_the_metrics_asked_for() -> None:
+    systems = {"good": GOOD, "bad": BAD}
+    asked = evaluate(REFERENCE, systems, metrics=["TER", "chrF2"], samples=10)
+    assert {score.name for score in asked.systems[0].scores} == {"TER", "chrF2"}
+    assert {comparison.name for comparison in asked.comparisons} == {"chrF2"}
+    assert not evaluate(REFERENCE, systems, metrics=["TER"]).comparisons
 
 
 def test_scores_by_length_of_document() -> None:
@@ -120,6 +151,8 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
 def test_impossible_requests_are_refused() -> None:
     with pytest.raises(UserError, match="tokenize"):
         evaluate(REFERENCE, {"good": GOOD}, tokenize="moses")
+    with pytest.raises(UserError, match="metrics must be among BLEU, chrF2, TER, got .bleu."):
+        evaluate(REFERENCE, {"good": GOOD}, metrics=["bleu"])
     with pytest.raises(UserError, match="samples"):
         evaluate(REFERENCE, {"good": GOOD}, samples=0)
     with pytest.raises(UserError, match="no hypothesis"):
