@@ -1,0 +1,217 @@
+"""Whole training steps on the fused kernels, on the reference, and with softmax through SDPA.
+
+    python benchmarks/end_to_end.py --out end-to-end.json
+    TRITON_INTERPRET=1 python benchmarks/end_to_end.py --quick --out end-to-end.json
+
+`recipes/document.yaml` without dropout, by the learner, objective and CUDA graphs of
+`reluformer.train`. Runs of one length share first weights and batches: random tokens with Zipf's
+frequencies, which the target repeats. All rows are full, yet runs are told lengths, as in training;
+softmax then masks, which keeps SDPA from its fastest kernels. Runs of "no lengths" are spared that.
+
+apart     largest difference of a run's losses from those of the reference in bfloat16
+rounding  the same for the reference in float32 (with TF32, as in training): what bfloat16 does to
+          the rest of the model. The reference always attends in float32, so kernels that round
+          weights to bfloat16 may be about as far apart as this, not much farther
+parts     in which a batch's gradients are added up where it does not fit into memory
+"""
+
+import argparse
+import dataclasses
+import gc
+import math
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer.data.batches import Batch
+from reluformer.data.tokenizer import BOS, EOS
+from reluformer.files import write_json
+from reluformer.info import commit, info
+from reluformer.model import ReLUFormer
+from reluformer.model.losses import translation_loss
+from reluformer.recipe import Recipe, TrainConfig, load_recipe
+from reluformer.train.distributed import Processes, processes
+from reluformer.train.graph import Graphs
+from reluformer.train.learner import Learner, compiles, replays
+from reluformer.train.schedule import learning_rate, step_seed
+from reluformer.train.start import autocast, torch_settings
+from reluformer.train.step import Objective, inputs
+
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "document.yaml"
+UNTIMED, CALIBRATION_TOKENS = 3, 4096
+REFERENCE, YARDSTICK, UNTOLD = "relu reference", "relu reference, float32", ", no lengths"
+SDPA = ("model.attention.kind=softmax", "model.attention.impl=sdpa")
+RUNS = {
+    "relu triton": ("model.attention.impl=triton",),
+    "relu triton" + UNTOLD: ("model.attention.impl=triton",),
+    "softmax SDPA": SDPA,
+    "softmax SDPA" + UNTOLD: SDPA,
+    REFERENCE: ("model.attention.impl=reference",),
+    YARDSTICK: ("model.attention.impl=reference", "train.precision=float32"),
+}
+Step = Callable[[list[Batch], int], Tensor]
+Plan = namedtuple("Plan", "lengths tokens steps vocabulary overrides")
+GPU = Plan((512, 1024, 2048, 4096), 16_384, 20, 30_000, ("train.precision=bfloat16",))
+# Tests this script on a CPU; Triton's interpreter cannot multiply bfloat16.
+TINY = ("train.device=cpu", "train.precision=float32", "model.width=32", "model.heads=2",
+        "model.slots=32", "model.encoder_layers=1", "model.decoder_layers=1")  # fmt: skip
+TOY = Plan((16,), 32, UNTIMED + 1, 50, TINY)
+
+
+def batches(plan: Plan, length: int) -> list[Batch]:
+    """The batches of all steps; the target is the source."""
+    rows, frequencies = plan.tokens // length, 1 / np.arange(3, plan.vocabulary)
+    size, shares = (plan.steps, rows, length), frequencies / frequencies.sum()
+    drawn = np.random.default_rng(length).choice(len(shares), size, p=shares)
+    source = torch.from_numpy(drawn + 3)
+    source[..., -1] = EOS
+    shifted = source.roll(1, dims=-1)
+    shifted[..., 0] = BOS
+    full = torch.full((rows,), length)
+    return [
+        Batch(ids, full, before, ids, full, np.arange(rows), rows * length, position=(0, 0))
+        for ids, before in zip(source, shifted, strict=True)
+    ]
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    """Some examples of a batch."""
+    part = batch.with_tensors([each[rows] for each in batch.tensors()])
+    return dataclasses.replace(part, target_tokens=part.source.numel())
+
+
+def stepper(config: TrainConfig, model: ReLUFormer, group: Processes, told: bool) -> Step:
+    """A function that takes one step as the training loop does, and gives the loss []."""
+    learner, device = Learner(model, config, group), group.device
+    parallel = learner.parallel
+    if not told:
+        drop = {"source_lengths": None, "target_lengths": None}
+        parallel = dataclasses.replace(parallel, forward=lambda **given: model(**(given | drop)))
+    compiled = compiles(config, device)
+    loss = torch.compile(translation_loss, dynamic=True) if compiled else translation_loss
+    objective = Objective(config, model.config, group, autocast(config, device), loss)
+    if replays(config, group):
+        add = objective.add_gradients
+        graphs = Graphs(lambda batch, numbers: add(parallel, batch, numbers))
+        objective = dataclasses.replace(objective, replay=graphs)
+
+    def take(parts: list[Batch], step: int) -> Tensor:
+        torch.manual_seed(step_seed(config.seed, step, group.rank))
+        losses = objective.backward(parallel, parts, step)
+        learner.update(step, learning_rate(config, step))
+        return losses[0]
+
+    return take
+
+
+def train(
+    parts: int, recipe: Recipe, plan: Plan, data: list[Batch], start: dict[str, Any], told: bool
+) -> dict[str, Any]:
+    """Losses, speed and memory of one run."""
+    with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
+        cuda = group.device.type == "cuda"
+        model = ReLUFormer(recipe.model_with(plan.vocabulary)).to(group.device)
+        # Softmax has no gammas and thresholds to load.
+        model.load_state_dict(start, strict=recipe.model.attention.kind == "relu")
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        take = stepper(recipe.train, model, group, told)
+        size, found, clock = math.ceil(len(data[0].source) / parts), [], []
+        for step, batch in enumerate(data, 1):
+            cuts = range(0, len(batch.source), size)
+            found.append(take([rows_of(batch, slice(at, at + size)) for at in cuts], step))
+            if step in (UNTIMED, len(data)):
+                # Waits for the device.
+                found[-1].item()
+                clock.append(time.perf_counter())
+    return {
+        "tokens_per_second": plan.tokens * (len(data) - UNTIMED) / (clock[1] - clock[0]),
+        **({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}),
+        "parts": parts,
+        "losses": [each.item() for each in found],
+    }
+
+
+def attempt(parts: int, *given: Any) -> dict[str, Any]:
+    """`train` in `parts`, or more where memory asks for it; a failure is a result, too."""
+    try:
+        return train(parts, *given)
+    except torch.OutOfMemoryError:
+        retry = parts < 4
+    except Exception as problem:
+        return {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+    finally:
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return attempt(2 * parts, *given) if retry else {"failed": "out of memory"}
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add to the rows of one length how far losses are apart, and the ratios of speed."""
+    found = {row["run"]: row for row in rows if "losses" in row}
+    for name, row in found.items() if REFERENCE in found else ():
+        reference = found[REFERENCE]
+        row["x_reference"] = row["tokens_per_second"] / reference["tokens_per_second"]
+        if name.startswith("relu"):
+            pairs = zip(row["losses"], reference["losses"], strict=True)
+            row["rounding" if name == YARDSTICK else "apart"] = max(abs(a - b) for a, b in pairs)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The short table that is printed last."""
+    forms = {"tokens_per_second": ",.0f", "x_reference": ".2f", "peak_gib": ".1f", "parts": "",
+             "apart": ".1e", "rounding": ".1e"}  # fmt: skip
+    lines = [f"length {'run':24}" + "".join(f"{name:>18}" for name in forms)]
+    for row in rows:
+        cells = [
+            f"{format(row[name], form) if name in row else '':>18}" for name, form in forms.items()
+        ]
+        lines.append(f"{row['length']:6} {row['run']:24}{row.get('failed', ''.join(cells))[:130]}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train everything while there is time; write and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--seconds", type=float, default=80.0, help="start no run after so long")
+    parser.add_argument("--compile", action="store_true", help="compile layers; takes minutes")
+    parser.add_argument("--lengths", type=int, nargs="+", help="instead of 512 to 4096")
+    parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU")
+    arguments = parser.parse_args()
+    begin = time.monotonic()
+    plan, device = (TOY, torch.device("cpu")) if arguments.quick else (GPU, torch.device("cuda"))
+    # The short warm-up lets some steps be taken at the full rate.
+    settings = ["model.dropout=0.0", "train.warmup=10", *plan.overrides]
+    settings.append(f"train.compile={str(arguments.compile).lower()}")
+    recipes = {name: load_recipe(RECIPE, [*settings, *own]) for name, own in RUNS.items()}
+    report: dict[str, Any] = {"commit": commit(), "machine": info(), "settings": settings}
+    report["rows"] = rows = []
+    for length in arguments.lengths or plan.lengths:
+        data = [batch.to(device) for batch in batches(plan, length)]
+        torch.manual_seed(length)
+        model = ReLUFormer(recipes[REFERENCE].model_with(plan.vocabulary)).to(device)
+        model.calibrate([inputs(rows_of(data[0], slice(max(1, CALIBRATION_TOKENS // length))))])
+        for name, recipe in recipes.items():
+            row: dict[str, Any] = {"failed": "no time left"}
+            if time.monotonic() - begin < arguments.seconds:
+                row = attempt(1, recipe, plan, data, model.state_dict(), not name.endswith(UNTOLD))
+            rows.append({"length": length, "run": name, **row})
+            print(f"{time.monotonic() - begin:5.0f} s: {length}, {name}", flush=True)
+        compare(rows[-len(RUNS) :])
+        write_json(arguments.out, {**report, "seconds": time.monotonic() - begin})
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
