@@ -1,0 +1,199 @@
+"""Is there anything to gain from a fused ReLU feed-forward memory? Measured first, on one GPU.
+
+    python benchmarks/feedforward.py --out feedforward.json
+    TRITON_INTERPRET=1 python benchmarks/feedforward.py --quick --out feedforward.json
+
+The memory is ReLU(x K^T) V with N tokens, width w and s slots, in bfloat16. Forward and backward
+are two and four products of 2 N w s operations. Between them h = ReLU(x K^T) [N, s] is touched by
+
+    ReLU, forward     reads and writes h            4 N s bytes
+    ReLU, backward    reads dh and h, writes dh     6 N s bytes
+
+which at 4 TB/s and 700 TFLOP/s is 29 % of the time of the products at w 512 and 14 % at w 1024,
+whatever s is. An epilogue of the first product saves the first line, one of dh = dy V^T that reads
+h saves 4 N s of the second. A one-bit mask saved by the forward would spare that epilogue most of
+the 2 N s bytes left, at most 6 % and 3 %. It saves no memory: the gradient of V is h^T dy, so h is
+kept (torch keeps nothing else), or made again by a seventh product, 17 % more work. So the two
+epilogues are tried here, and the mask is worth writing only if the second one pays.
+
+"rest" is the time beyond that of the six products alone. "epilogue" is ReLU by cuBLASLt
+(`torch._addmm_activation`); the Triton ones are ordinary products with one or both epilogues.
+"""
+
+import argparse
+import statistics
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer.bench.timing import Clock, ratio
+from reluformer.files import write_json
+from reluformer.info import commit, info
+from reluformer.model.memory import KeyValueMemory
+
+MATMULS = "matmuls"
+BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+Tile = namedtuple("Tile", "rows columns depth warps stages")
+Plan = namedtuple("Plan", "device dtype tokens sizes tiles")
+TILES = (Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4))
+GPU = Plan("cuda", torch.bfloat16, 16_384, ((512, 1024), (512, 2048), (1024, 4096)), TILES)
+TOY = Plan("cpu", torch.float32, 64, ((16, 32),), (Tile(32, 16, 8, 4, 1),))
+
+
+@triton.jit
+def product_kernel(
+    a, b, gate, out, columns, depth,
+    GATED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """out = a b^T where `gate` is above 0, else 0; without a gate, ReLU(a b^T)."""
+    # Columns first: b fits into the cache of the device.
+    at, across = tl.program_id(0), columns // N
+    row, column = at // across * M, at % across * N
+    total = tl.zeros((M, N), tl.float32)
+    for step in range(0, depth, K):
+        total = tl.dot(a.load([row, step]), b.load([column, step]).T, total)
+    total = tl.where(gate.load([row, column]) > 0, total, 0.0) if GATED else tl.maximum(total, 0.0)
+    out.store([row, column], total.to(out.dtype))
+
+
+def product(a: Tensor, b: Tensor, gate: Tensor | None, tile: Tile) -> Tensor:
+    """ReLU(a b^T), or a b^T where the gate is above 0; a [N, w], b [s, w], the others [N, s]."""
+    (rows, depth), columns = a.shape, len(b)
+    assert rows % tile.rows == columns % tile.columns == depth % tile.depth == 0
+    out, block = a.new_empty(rows, columns), [tile.rows, tile.columns]
+    product_kernel[(rows // tile.rows * (columns // tile.columns),)](
+        TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(b, [tile.columns, tile.depth]),
+        TensorDescriptor.from_tensor(out if gate is None else gate, block),
+        TensorDescriptor.from_tensor(out, block),
+        columns, depth, gate is not None, tile.rows, tile.columns, tile.depth,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+class Fused(torch.autograd.Function):
+    """ReLU(x K^T) V; epilogues by cuBLASLt and torch, or by Triton where a tile is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, keys: Any, values: Any, zeros: Any, *tiles: Any) -> Tensor:
+        ahead, ctx.back = tiles
+        by_library = torch._addmm_activation
+        hidden = product(x, keys, None, ahead) if ahead else by_library(zeros, x, keys.t())
+        ctx.save_for_backward(x, keys, values, hidden)
+        return hidden @ values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, keys, values, hidden = ctx.saved_tensors
+        if ctx.back is None:
+            change = torch.ops.aten.threshold_backward(grad @ values.t(), hidden, 0)
+        else:
+            change = product(grad, values, hidden, ctx.back)
+        return change @ keys, change.t() @ x, hidden.t() @ grad, None, None, None
+
+
+class Case:
+    """One size: x [N, w], the ways to read a memory, and what arrives at their output."""
+
+    def __init__(self, plan: Plan, width: int, slots: int) -> None:
+        torch.manual_seed(0)
+        made: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
+        memory = KeyValueMemory(width, slots).to(**made)
+        self.x = torch.randn(plan.tokens, width, **made, requires_grad=True)
+        self.grad = torch.randn(plan.tokens, width, **made)
+        # Zeros save power, and so time: as many as there will be.
+        self.hidden = torch.randn(plan.tokens, slots, **made).relu()
+        self.leaves = (self.x, memory.keys, memory.values)
+        fused = partial(Fused.apply, *self.leaves, torch.zeros(slots, **made))
+        self.runs: dict[str, Callable[[], Tensor]] = {"eager": partial(memory, self.x)}
+        self.runs["epilogue"] = partial(fused, None, None)
+        if plan.device == "cuda":
+            self.runs["compiled"] = partial(torch.compile(memory, dynamic=True), self.x)
+        for tile in plan.tiles:
+            name = f"Triton {tile.rows}x{tile.columns}"
+            self.runs[f"{name}, backward"] = partial(fused, None, tile)
+            self.runs[f"{name}, both"] = partial(fused, tile, tile)
+
+    def both(self, name: str) -> list[Tensor]:
+        """Output and gradients of x, keys and values."""
+        out = self.runs[name]()
+        return [out.detach(), *torch.autograd.grad(out, self.leaves, self.grad)]
+
+    @torch.no_grad()
+    def matmuls(self, backward: bool) -> None:
+        """The products, on whatever numbers."""
+        _, keys, values = self.leaves
+        _ = self.x @ keys.t(), self.hidden @ values
+        if backward:
+            _ = self.grad @ values.t(), self.hidden @ keys
+            _ = self.hidden.t() @ self.x, self.hidden.t() @ self.grad
+
+    def check(self, name: str) -> str | None:
+        """Why a way cannot be timed, or None if it agrees with float64."""
+        try:
+            found = self.both(name)
+        except Exception as problem:
+            return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+        x, keys, values = leaves = [each.detach().double().requires_grad_() for each in self.leaves]
+        out = (x @ keys.t()).relu() @ values
+        wanted = [out.detach(), *torch.autograd.grad(out, leaves, self.grad.double())]
+        worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+        return None if worst <= BOUND[self.x.dtype] else f"error {worst:.1e}"
+
+
+def measure(case: Case, clock: Clock) -> list[dict[str, Any]]:
+    """A row for every way: milliseconds, shares of the products' time, memory."""
+    rows: dict[str, dict[str, Any]] = {name: {"way": name} for name in (MATMULS, *case.runs)}
+    for name, run in case.runs.items():
+        reason = case.check(name)
+        if reason is not None:
+            rows[name]["refused"] = reason
+        elif clock.cuda:
+            before = torch.cuda.memory_allocated()
+            out = run()
+            rows[name]["kept_mib"] = (torch.cuda.memory_allocated() - before - out.nbytes) / 2**20
+            del out
+    timed = {name: run for name, run in case.runs.items() if "refused" not in rows[name]}
+    whole = {name: partial(case.both, name) for name in timed}
+    for mode, calls in (("forward", timed), ("both", whole)):
+        calls = {**calls, MATMULS: partial(case.matmuls, mode == "both")}
+        times = clock.rounds(calls, 10, 0.2 if clock.cuda else 0.0)
+        for name, found in times.items():
+            rows[name][mode] = statistics.median(found)
+            rows[name][f"{mode}_rest"] = ratio(times[MATMULS], found) - 1
+    return list(rows.values())
+
+
+def main() -> None:
+    """Measure all sizes, write and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU")
+    arguments = parser.parse_args()
+    plan = TOY if arguments.quick else GPU
+    rows: list[dict[str, Any]] = []
+    for width, slots in plan.sizes:
+        found = measure(Case(plan, width, slots), Clock(plan.device))
+        rows += [{"width": width, "slots": slots, **row} for row in found]
+    write_json(arguments.out, {"commit": commit(), "machine": info(), "rows": rows})
+    print(f"width slots {'way':24} forward ms  rest both ms  rest kept MiB")
+    cells = "{forward:10.4f} {forward_rest:5.0%} {both:7.4f} {both_rest:5.0%} {kept_mib:8.1f}"
+    for row in rows:
+        shown = row.get("refused") or cells.format(**{"kept_mib": 0.0, **row})
+        print(f"{row['width']:5} {row['slots']:5} {row['way']:24} {shown}")
+
+
+if __name__ == "__main__":
+    main()

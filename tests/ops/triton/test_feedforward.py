@@ -1,0 +1,30 @@
+"""The feed-forward benchmark's product and its gate; its timing needs a GPU."""
+
+import pytest
+import torch
+
+from benchmarks import feedforward as benchmark
+from reluformer.bench.timing import Clock
+from tests.ops.triton.test_op import on_cpu
+
+pytestmark = on_cpu
+TILE = benchmark.Tile(16, 32, 8, 4, 1)
+
+
+def test_the_product_has_either_epilogue() -> None:
+    a, b, gate = torch.randn(48, 24), torch.randn(64, 24), torch.randn(48, 64)
+    wanted = a @ b.t()
+    torch.testing.assert_close(benchmark.product(a, b, None, TILE), wanted.relu())
+    gated = torch.where(gate > 0, wanted, 0.0)
+    torch.testing.assert_close(benchmark.product(a, b, gate, TILE), gated)
+
+
+def test_who_agrees_with_float64_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = benchmark.Case(benchmark.TOY, 16, 32)
+    eager, broken = case.runs["eager"], "Triton 32x16, both"
+    case.runs = {"eager": eager, "wrong": lambda: 1.01 * eager(), broken: case.runs[broken]}
+    monkeypatch.setattr(benchmark, "product", None)
+    rows = {row["way"]: row for row in benchmark.measure(case, Clock("cpu"))}
+    assert rows["eager"]["both"] > 0 and rows[benchmark.MATMULS]["forward"] > 0
+    assert rows["wrong"]["refused"] == "error 1.0e-02"
+    assert "TypeError" in rows[broken]["refused"]
