@@ -1,0 +1,151 @@
+"""Run the Triton kernels on small odd shapes under NVIDIA's compute-sanitizer.
+
+    python benchmarks/sanitize.py
+
+memcheck looks for accesses out of bounds, racecheck for hazards in shared memory. Every tensor is
+an allocation of its own, of its exact size. A first run without a tool compiles everything, so that
+the tools meet kernels only; a canary that writes out of bounds must be seen. initcheck is left out:
+it must watch all of torch's kernels to know what has been written, and the tests fill fresh memory
+with NaN instead. Prints a line for each tool; the status is 1 if one found something or did not
+finish, 2 without compute-sanitizer.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer import decode_attention
+from reluformer.ops.triton import op, tiles
+from tests.ops.rectified import CASES, Arguments, Case, arguments, found
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ("forward", "keys", "queries", "scale_rows", "decode", "combine", "append", "canary")
+SMALL = ("causal window", "causal padding, nothing", "mask", "groups", "thresholds", "widths")
+WIDE = Case("tiles", queries=283, keys=301, width=64, value_width=64, heads=4)
+DENSE = [
+    *(case for case in CASES if case.name in SMALL),
+    WIDE,
+    replace(WIDE, causal=True, statistics=1, gamma=True),
+    replace(WIDE, width=128, value_width=128, batch=2, key_lengths=(301, 77), causal=True),
+]
+FOUND_SOMETHING, LIMIT = 86, 180
+
+
+def exact(given: Arguments) -> Arguments:
+    """The same call on tensors that are no views of larger ones."""
+    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in given.leaves.items()}
+    given.options |= {name: leaf for name, leaf in leaves.items() if name in given.options}
+    return Arguments(leaves, given.options, given.cotangents)
+
+
+def work(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
+    """Launch every kernel: dense with gradients, packed, decoding from rows and from pages."""
+    from tests.ops.triton import test_decode, test_decode_gpu, test_op
+
+    torch.manual_seed(0)
+    outputs: list[Tensor] = []
+    for case in DENSE:
+        # Descriptors or pointers, either order of memory; the second launch is a prepared one.
+        for tma in (None, False):
+            given = exact(arguments(case, dtype, device, transposed=tma is None))
+            with tiles.override(tma=tma):
+                for _ in range(2):
+                    outputs += found(op.rectified_attention, given)[0]
+    dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
+    dropped.options["dropout_p"] = 0.3
+    outputs += found(op.rectified_attention, dropped)[0]
+    outputs += test_op._varlen(dtype)["found"][:1]
+    for case in test_decode.CASES:
+        given = exact(arguments(case, dtype, device))
+        outputs.append(test_decode.decoded(given, tiles.Tile(16, 32, 4, 2)))
+    for queries in (1, 5):
+        q = torch.randn(3, 8, queries, 64, device=device).to(dtype)
+        for bounds in (False, True):
+            cache = test_decode_gpu.filled(64, bounds, dtype)
+            outputs.append(decode_attention(q, cache, threshold=0.3, impl="triton"))
+    torch.cuda.synchronize()
+    assert all(bool(each.isfinite().all()) for each in outputs)
+    return len(outputs)
+
+
+@triton.jit
+def canary_kernel(out):
+    """Writes 61 numbers too many."""
+    tl.store(out + tl.arange(0, 64), 1.0)
+
+
+def find_sanitizer() -> str | None:
+    """Where compute-sanitizer lies."""
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    paths = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(paths))
+
+
+def run(prefix: list[str], task: str) -> tuple[int, str, float]:
+    """A task in a process of its own: its status, its output and the seconds it took."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    command = [*prefix, sys.executable, str(Path(__file__).resolve()), "--task", task]
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=LIMIT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return 124, f"not finished after {LIMIT} s", time.monotonic() - begin
+    return done.returncode, done.stdout, time.monotonic() - begin
+
+
+def verdict(tool: str, status: int, output: str, seconds: float) -> str:
+    """One line."""
+    lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
+    summary = [line for line in lines if "SUMMARY" in line] or lines[-1:] or ["no output"]
+    word = {0: "clean", FOUND_SOMETHING: "FOUND SOMETHING"}.get(status, f"FAILED ({status})")
+    return f"{tool}: {word} in {seconds:.0f} s: {summary[-1]}"
+
+
+def main() -> int:
+    """Compile, then run each tool."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"])
+    parser.add_argument("--task", choices=["work", "canary"], help="what the tools run")
+    arguments = parser.parse_args()
+    if arguments.task == "work":
+        print(f"{work()} outputs")
+        return 0
+    if arguments.task == "canary":
+        canary_kernel[(1,)](torch.zeros(3, device="cuda"))
+        torch.cuda.synchronize()
+        return 0
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("compute-sanitizer is neither in PATH nor in CUDA_HOME: install the CUDA toolkit")
+        return 2
+    only = [word for name in KERNELS for word in ("--kernel-name", f"kns={name}_kernel")]
+    common = ["--error-exitcode", str(FOUND_SOMETHING), "--report-api-errors", "no", *only]
+    rounds = [("no tool", "work", 0), ("memcheck", "canary", FOUND_SOMETHING)]
+    worst = 0
+    for tool, task, wanted in rounds + [(tool, "work", 0) for tool in arguments.tools]:
+        prefix = [] if tool == "no tool" else [sanitizer, "--tool", tool, *common]
+        status, output, seconds = run(prefix, task)
+        if status != wanted:
+            worst = 1
+            print("\n".join(output.splitlines()[-40:]))
+        print(f"{task}, {verdict(tool, status, output, seconds)}", flush=True)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
