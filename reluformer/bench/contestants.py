@@ -60,6 +60,8 @@ class Contestant:
     """What is compared with float64 where `run` is random."""
     absent: str | None = None
     """Why it cannot take part, where that is known without trying."""
+    work: float = 1.0
+    """Its work as a share of the case's."""
 
 
 def contestants(case: Case) -> dict[str, Contestant]:

@@ -1,6 +1,8 @@
 """What the options of our fused kernels cost, beside the plain call."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ def features(case: Case) -> dict[str, Contestant]:
             run=_kernel(case, {"dropout_p": 0.1}),
             without_chance=_kernel(case, {"dropout_p": _NEVER}),
         ),
-        _packed(case),
+        _packed("packed", case),
+        _packed("packed and ragged, for the same work", case, cuts=_cuts(case)),
     ]
     return {each.name: each for each in found}
 
@@ -87,19 +90,40 @@ def _kernel(case: Case, change: dict[str, Any]) -> Run:
     return run
 
 
-def _packed(case: Case) -> Contestant:
-    """The same sequences without a batch dimension."""
-    settings = _settings(case)
+def _cuts(case: Case) -> list[int]:
+    """Where each sequence is cut so that lengths are spread evenly over 0 to n."""
+    return [case.keys * (2 * row + 1) // (2 * case.batch) for row in range(case.batch)]
+
+
+def _packed(name: str, case: Case, cuts: Sequence[int] = ()) -> Contestant:
+    """The same tokens without a batch dimension; with `cuts` [B], sequences of two that meet there.
+
+    Padded to their longest, those would be nearly half padding. They are less work than the plain
+    call: the squares of their lengths.
+    """
+    settings, n = _settings(case), case.keys
     del settings["key_lengths"], settings["mask"]
-    ends = torch.arange(case.batch + 1, device=case.device, dtype=torch.int32) * case.keys
+    borders = {row * n for row in range(case.batch + 1)}
+    borders |= {row * n + cut for row, cut in enumerate(cuts)}
+    ends = torch.tensor(sorted(borders), device=case.device, dtype=torch.int32)
+    lengths = [end - start for start, end in pairwise(sorted(borders))]
+    longest, work = max(lengths), sum(each**2 for each in lengths) / (case.batch * n**2)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         from reluformer.ops.triton.op import rectified_attention_varlen
 
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
-        lengths = (ends, ends, case.queries, case.keys)
-        out, *_ = rectified_attention_varlen(q, k, v, *lengths, **settings)
+        out, *_ = rectified_attention_varlen(q, k, v, ends, ends, longest, longest, **settings)
         return (out.view(case.batch, case.queries, *out.shape[1:]).transpose(1, 2),)
 
-    reason = None if _on_triton(case) else "the cpu implementation takes no packed sequences"
-    return Contestant("packed", "relu", run, case, _on_triton(case), absent=reason)
+    def options(batch: int, heads: int) -> dict[str, Any]:
+        # Asked for the first and the last sequence.
+        if not cuts:
+            return {}
+        at = torch.arange(n, device=case.device)
+        side = at < torch.tensor([[cuts[0]], [cuts[-1]]], device=case.device)
+        return {"mask": (side[:, :, None] == side[:, None, :]).unsqueeze(1)}
+
+    on_triton = _on_triton(case)
+    reason = None if on_triton else "the cpu implementation takes no packed sequences"
+    return Contestant(name, "relu", run, case, on_triton, options, absent=reason, work=work)

@@ -190,8 +190,8 @@ def _formula(contestant: Contestant, given: list[Tensor], backward: bool) -> lis
     case = contestant.case
     q, k, v, grad = (each.double() for each in given)
     options = contestant.options(q.shape[0], q.shape[1])
-    lengths, window = (options.pop(name, None) for name in ("key_lengths", "window"))
-    rules = Visibility(None, case.causal, lengths, window)
+    mask, lengths, window = (options.pop(n, None) for n in ("mask", "key_lengths", "window"))
+    rules = Visibility(mask, case.causal, lengths, window)
     table = rules.table(case.queries, case.keys, q.device)
     if table is not None:
         table = table.expand(q.shape[0], 1, case.queries, case.keys)

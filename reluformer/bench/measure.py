@@ -144,6 +144,7 @@ class _Pass:
             matmul_flops=2.0 * size**3,
             host=clock.host,
             peaks={name: clock.peak(calls[name]) for name in kinds},
+            work={each.name: each.work for each in self.entrants},
         )
         return rows, clock.left_out
 
@@ -186,8 +187,12 @@ def summarise(
     matmul_flops: float,
     host: dict[str, float],
     peaks: dict[str, float],
+    work: dict[str, float] | None = None,
 ) -> list[Row]:
-    """Rows from the times of one pass, in milliseconds, by name; `kinds` leaves the matmul out."""
+    """Rows from the times of one pass, in milliseconds, by name; `kinds` leaves the matmul out.
+
+    `work` are shares of the case's work, for those who do less than all of it.
+    """
     median = {name: statistics.median(found) for name, found in times.items()}
     softmax = [name for name, kind in kinds.items() if kind == "softmax"]
     best = min(softmax, key=median.__getitem__, default=None)
@@ -197,9 +202,10 @@ def summarise(
         if name == MATMUL:
             return {"tflops": matmul_flops / median[name] / 1e9}
         if case.group == "features":
-            return {"relative": ratio(times[PLAIN], found)} if PLAIN in times else {}
-        share = ratio(found, times[MATMUL]) * flops / matmul_flops
-        made = {"tflops": flops / median[name] / 1e9, "of_matmul": share}
+            share = (work or {}).get(name, 1.0)
+            return {"relative": ratio(times[PLAIN], found) / share} if PLAIN in times else {}
+        of_matmul = ratio(found, times[MATMUL]) * flops / matmul_flops
+        made = {"tflops": flops / median[name] / 1e9, "of_matmul": of_matmul}
         if best is not None:
             made["x_softmax"] = ratio(found, times[best])
         if mode == "decode":

@@ -38,7 +38,8 @@ class Row:
     of_matmul: float | None = None
     """TFLOP/s as a share of the matrix product's, likewise."""
     relative: float | None = None
-    """Time as a multiple of the plain call's, likewise, for features."""
+    """Time as a multiple of the plain call's, likewise, for features; of ragged sequences, divided
+    by their share of its work."""
     gbytes: float | None = None
     """Gigabytes of keys and values read a second, for decoding."""
     host_us: float | None = None

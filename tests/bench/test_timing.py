@@ -116,4 +116,8 @@ def test_decoding_has_a_bandwidth_and_features_a_cost() -> None:
     kinds = {"plain": "relu", "dropout": "relu"}
     rows = summarise(FEATURES, "both", kinds, times, matmul_flops=1.0, host={}, peaks={})
     assert [row.relative for row in rows[:2]] == [1.0, 3.5]
+    half = summarise(
+        FEATURES, "both", kinds, times, matmul_flops=1.0, host={}, peaks={}, work={"dropout": 0.5}
+    )
+    assert [row.relative for row in half[:2]] == [1.0, 7.0]
     assert rows[0].tflops is None
