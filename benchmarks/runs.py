@@ -31,7 +31,17 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "reluformer"]
 # Decoding waits for the host: few large batches, on a large GPU.
 BATCH_TOKENS = 131_072
-CURVE = ("step", "nll", "grad_norm", "lr", "tokens", "tokens_per_second", "attention", "dev")
+CURVE = (
+    "step",
+    "nll",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "attention",
+    "dev",
+    "tempered",
+)
 
 
 class Queue:

@@ -142,6 +142,8 @@ class TrainConfig:
     average_last: int = 5
     ema: float | None = None
     """Decay of an exponential moving average of the weights."""
+    temper: bool = False
+    """Multiply the finished model's attention scores by the factor with the lowest dev loss."""
     explosion: float | None = 3.0
     """Stop when the loss of a logging interval is so many nats above the lowest so far."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -179,6 +181,8 @@ class TrainConfig:
             raise UserError("patience needs train.dev_every, which is not set")
         if self.final == "best" and self.dev_every is None:
             raise UserError("final best needs train.dev_every, which is not set")
+        if self.temper and self.dev_every is None:
+            raise UserError("temper needs train.dev_every, which is not set")
         if self.final == "ema" and self.ema is None:
             raise UserError("final ema needs train.ema, which is not set")
         if self.final == "average" and self.average_last > self.keep:

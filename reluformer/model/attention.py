@@ -88,6 +88,12 @@ class MultiHeadAttention(nn.Module):
             self.gate = _projection(config.width, config.width)
         self.calibrating = False
 
+    def score_gains(self) -> list[Tensor]:
+        """Parameters in which, taken together, every score is linear."""
+        if self.config.qk_norm:
+            return [self.query_norm.weight]
+        return [self.query.weight, self.query.bias]
+
     def project(self, context: Tensor, start: Start = 0) -> KeyValues:
         """Keys and values [B, Hkv, T, D] of a context [B, T, width] that begins at `start`."""
         keys, values = self.key_value(context).chunk(2, dim=-1)

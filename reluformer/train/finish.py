@@ -9,8 +9,13 @@ from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER, RunState, Tensors
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.files import atomic_folder
 from reluformer.model import ReLUFormer
-from reluformer.model.pretrained import load_tensors
+from reluformer.model.pretrained import distinct_tensors, load_tensors
 from reluformer.recipe import Recipe
+from reluformer.train.data import TrainingData
+from reluformer.train.dev import dev_loss
+from reluformer.train.distributed import Processes
+from reluformer.train.start import autocast
+from reluformer.train.temper import Tempered, temper
 
 
 def final_weights(run: Path, recipe: Recipe, state: RunState) -> Tensors:
@@ -36,16 +41,44 @@ def average(weights: list[Tensors]) -> Tensors:
     }
 
 
+def finish(
+    run: Path, recipe: Recipe, state: RunState, data: TrainingData, device: torch.device
+) -> Tempered | None:
+    """Make the finished model and write it; says what tempering found if the recipe asks for it."""
+    weights, tempered = final_weights(run, recipe, state), None
+    if recipe.train.temper:
+        weights, tempered = _tempered(weights, recipe, data, device)
+    write_model(run, recipe, data.tokenizer, weights)
+    return tempered
+
+
 def write_model(run: Path, recipe: Recipe, tokenizer: Tokenizer, weights: Tensors) -> Path:
     """Write `DIR/model`, complete in itself; its appearance ends the run."""
-    model = ReLUFormer(recipe.model_with(tokenizer.vocab_size))
     folder = run / MODEL
-    load_tensors(model, weights, folder)
+    model = _model(recipe, tokenizer, weights, folder)
     with atomic_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save(partial / TOKENIZER)
         recipe.save(partial / RECIPE)
     return folder
+
+
+def _model(recipe: Recipe, tokenizer: Tokenizer, weights: Tensors, named: Path) -> ReLUFormer:
+    model = ReLUFormer(recipe.model_with(tokenizer.vocab_size))
+    load_tensors(model, weights, named)
+    return model
+
+
+def _tempered(
+    weights: Tensors, recipe: Recipe, data: TrainingData, device: torch.device
+) -> tuple[Tensors, Tempered]:
+    assert data.dev is not None
+    model = _model(recipe, data.tokenizer, weights, Path("the last checkpoint")).to(device)
+    # Peers wait meanwhile.
+    batches, alone = data.dev.batches(recipe), Processes(0, 1, device)
+    bits = autocast(recipe.train, device)
+    found = temper(model, lambda: dev_loss(model, batches, alone, bits))
+    return distinct_tensors(model.cpu()), found
 
 
 def _last(run: Path, recipe: Recipe) -> list[int]:

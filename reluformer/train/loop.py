@@ -22,7 +22,7 @@ from reluformer.train.data import TrainingData, load_data
 from reluformer.train.dev import dev_bleu, dev_loss, watch
 from reluformer.train.distributed import Processes, processes
 from reluformer.train.divergence import Guard
-from reluformer.train.finish import final_weights, write_model
+from reluformer.train.finish import finish
 from reluformer.train.graph import Graphs
 from reluformer.train.learner import compiles, replays
 from reluformer.train.metrics import Metrics
@@ -72,8 +72,7 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
         stack.callback(loop.close)
         state = loop.learn()
         if group.main:
-            write_model(run, recipe, data.tokenizer, final_weights(run, recipe, state))
-            listener.say(f"finished at step {state.step}: {run / checkpoint.MODEL}")
+            loop.conclude(state)
         group.wait()
 
 
@@ -145,6 +144,17 @@ class _Loop:
                     state = self._look(state, attention)
                 self.listener.advance(step)
         return state
+
+    def conclude(self, state: RunState) -> None:
+        """Write the finished model. For the main process."""
+        tempered = finish(self.run, self.recipe, state, self.data, self.group.device)
+        if tempered is not None:
+            self._write({"step": state.step, "tempered": tempered._asdict()})
+            self.listener.say(
+                f"scores times {tempered.factor:.2f}: dev nll {tempered.after:.3f} "
+                f"instead of {tempered.before:.3f}"
+            )
+        self.listener.say(f"finished at step {state.step}: {self.run / checkpoint.MODEL}")
 
     def close(self) -> None:
         """Close the metrics."""

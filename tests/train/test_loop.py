@@ -189,7 +189,7 @@ def test_a_run_killed_before_its_model_was_written_writes_it(
 
     train(tiny(), tmp_path / "whole", quiet=True)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "write_model", killed)
+        patch.setattr(loop, "finish", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tiny(), tmp_path / "parts", quiet=True)
     assert not (tmp_path / "parts" / "model").exists()
