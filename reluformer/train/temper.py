@@ -28,35 +28,40 @@ class Tempered(NamedTuple):
     """Loss without and with the factor."""
 
 
-@torch.no_grad()
+def score_multiplier(model: ReLUFormer) -> Callable[[float], None]:
+    """A function that sets all attention scores of `model` to so many times what they are now."""
+    gains = [
+        (parameter, parameter.detach().clone())
+        for module in model.modules()
+        if isinstance(module, MultiHeadAttention)
+        for parameter in module.score_gains()
+    ]
+
+    @torch.no_grad()
+    def multiply(factor: float) -> None:
+        for parameter, original in gains:
+            parameter.copy_(original * factor)
+
+    return multiply
+
+
 def temper(model: ReLUFormer, loss: Callable[[], float]) -> Tempered:
     """Multiply the scores of all attentions by the factor for which `loss` is lowest, in place.
 
     Walks from 1 in steps of 5 % as long as the loss falls: downwards first, for that is where
     dropout leaves the best.
     """
-    gains = [
-        (parameter, parameter.clone())
-        for module in model.modules()
-        if isinstance(module, MultiHeadAttention)
-        for parameter in module.score_gains()
-    ]
-
-    def at(factor: float) -> float:
-        for parameter, original in gains:
-            parameter.copy_(original * factor)
-        return loss()
-
-    before = lowest = at(1.0)
+    multiply = score_multiplier(model)
+    before = lowest = loss()
     best = 1.0
     for ratio in (_RATIO, 1 / _RATIO):
         for _ in range(_MOST):
-            found = at(best * ratio)
+            multiply(best * ratio)
+            found = loss()
             if found >= lowest:
                 break
             best, lowest = best * ratio, found
         if best != 1.0:
             break
-    for parameter, original in gains:
-        parameter.copy_(original * best)
+    multiply(best)
     return Tempered(best, before, lowest)

@@ -1,0 +1,124 @@
+"""Curves of trainings out of the JSON that `benchmarks/runs.py` writes, side by side.
+
+    python benchmarks/curves.py results/2026-11-15-two-by-two.json --out docs/collapse.svg \\
+        --panel nll --panel cross.entropy --panel cross.zeros \\
+        --run softmax "softmax" --run root-above-losses "the paper's start, with losses"
+
+A panel is `nll` (while training), `dev`, or a statistic of a site: `cross.entropy`, `cross.zeros`,
+`decoder.row_sum`, `cross.dead_rows`. Runs are drawn in the order given, under the names given.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer.console import guarded
+from reluformer.errors import UserError
+from reluformer.files import atomic_path
+
+COLOURS = ("#444444", "#c1121f", "#1d4e89", "#e09f3e", "#5b8c5a", "#7b5ea7", "#b08968")
+TITLES = {
+    "nll": "training, nats a token",
+    "dev": "dev, nats a token",
+    "entropy": "entropy",
+    "zeros": "share of zero weights",
+    "row_sum": "mean row sum",
+    "dead_rows": "share of rows without weight",
+}
+SITES = {"cross": "attention to the source", "decoder": "decoder", "encoder": "encoder"}
+
+
+def points(curve: list[dict[str, Any]], panel: str) -> tuple[list[float], list[float]]:
+    """Millions of target tokens, and the panel's number there."""
+    xs, ys = [], []
+    for point in curve:
+        value = _value(point, panel)
+        if value is not None:
+            xs.append(point.get("tokens", 0) / 1e6)
+            ys.append(value)
+    return xs, ys
+
+
+def _value(point: dict[str, Any], panel: str) -> float | None:
+    if panel == "dev":
+        return point.get("dev", {}).get("nll")
+    if panel == "nll":
+        return point.get("nll")
+    site, _, name = panel.partition(".")
+    return point.get("attention", {}).get(site, {}).get(name)
+
+
+def title(panel: str) -> str:
+    """What a panel is called in the picture."""
+    site, _, name = panel.rpartition(".")
+    return f"{SITES[site]}: {TITLES[name]}" if site else TITLES[name]
+
+
+def check(panels: list[str]) -> None:
+    """Refuse panels that no training has."""
+    named = [f"{site}.{name}" for site in SITES for name in list(TITLES)[2:]]
+    for panel in panels:
+        if panel not in ("nll", "dev", *named):
+            raise UserError(f"--panel must be one of nll, dev, {', '.join(named)}, got {panel!r}")
+
+
+def draw(
+    runs: dict[str, list[dict[str, Any]]], panels: list[str], logs: list[str], out: Path
+) -> None:
+    """One panel beside the other, a line for each run."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    # The same curves must give the same bytes.
+    settings = {"font.size": 9, "svg.hashsalt": "reluformer", "svg.fonttype": "none"}
+    with pyplot.rc_context(settings):
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.4))
+        for axis, panel in zip([axes] if len(panels) == 1 else axes, panels, strict=True):
+            for (name, curve), colour in zip(runs.items(), COLOURS, strict=False):
+                axis.plot(*points(curve, panel), color=colour, label=name, linewidth=1.6)
+            axis.set_title(title(panel), fontsize=9)
+            axis.set_xlabel("million target tokens")
+            axis.grid(alpha=0.25)
+            if panel in logs:
+                axis.set_yscale("log")
+        handles, labels = axis.get_legend_handles_labels()
+        columns = min(len(labels), 3)
+        rows = -(-len(labels) // columns)
+        figure.legend(handles, labels, loc="lower center", ncol=columns, frameon=False)
+        figure.tight_layout(rect=(0, 0.055 * rows + 0.02, 1, 1))
+        with atomic_path(out) as partial:
+            figure.savefig(partial, format=out.suffix[1:], metadata={"Date": None})
+        pyplot.close(figure)
+
+
+@guarded
+def main() -> None:
+    """Read, check, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks/runs.py")
+    parser.add_argument("--panel", action="append", required=True)
+    parser.add_argument("--log", action="append", default=[], help="panel with a log axis")
+    parser.add_argument("--run", nargs=2, action="append", metavar=("RUN", "NAME"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="an .svg file")
+    arguments = parser.parse_args()
+    check([*arguments.panel, *arguments.log])
+    if len(arguments.run) > len(COLOURS):
+        raise UserError(f"--run may be given {len(COLOURS)} times, got {len(arguments.run)}")
+    found: dict[str, Any] = {}
+    for path in arguments.results:
+        found |= json.loads(path.read_text(encoding="utf-8"))["runs"]
+    for run, _ in arguments.run:
+        if run not in found:
+            raise UserError(f"--run must be one of {', '.join(found)}, got {run!r}")
+    runs = {name: found[run]["curve"] for run, name in arguments.run}
+    draw(runs, arguments.panel, arguments.log, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
