@@ -44,12 +44,15 @@ def points(curve: list[dict[str, Any]], panel: str) -> tuple[list[float], list[f
 
 
 def _value(point: dict[str, Any], panel: str) -> float | None:
+    value: float | None
     if panel == "dev":
-        return point.get("dev", {}).get("nll")
-    if panel == "nll":
-        return point.get("nll")
-    site, _, name = panel.partition(".")
-    return point.get("attention", {}).get(site, {}).get(name)
+        value = point.get("dev", {}).get("nll")
+    elif panel == "nll":
+        value = point.get("nll")
+    else:
+        site, _, name = panel.partition(".")
+        value = point.get("attention", {}).get(site, {}).get(name)
+    return value
 
 
 def title(panel: str) -> str:

@@ -8,6 +8,7 @@ Small models leave a GPU idle: with `--jobs` so many train at once (under CUDA's
 service where it can be started). Runs that the time does not allow go on when the command is
 repeated. `--test PREFIX` also translates PREFIX.source.txt with every finished run and scores it
 against PREFIX.target.txt: BLEU with its signature, and the paired bootstrap against the first run.
+The length penalty is tuned for each run on a part of `--dev PREFIX` (benchmarks/tuned.py).
 """
 
 import argparse
@@ -53,7 +54,8 @@ class Queue:
 
     def run(self, commands: dict[str, list[str]], logs: Path) -> list[str]:
         """Run the commands; the names of those that ended well. The others are killed."""
-        waiting, live, good = list(commands), {}, []
+        waiting, good = list(commands), []
+        live: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         while (waiting or live) and time.monotonic() < self.end:
             while waiting and len(live) < self.jobs:
                 name = waiting.pop(0)
@@ -100,14 +102,16 @@ def curve(run: Path) -> list[dict[str, Any]]:
     return [_rounded({key: each[key] for key in CURVE if key in each}) for each in records]
 
 
-def scores(finished: list[str], first: str, folder: Path, test: str, queue: Queue) -> Any:
+def scores(
+    finished: list[str], first: str, folder: Path, dev: str, test: str, queue: Queue
+) -> dict[str, Any] | None:
     """Translate the test set with every finished run, then compare all with the first."""
     outputs = {name: folder / f"{name}.hypothesis" for name in finished}
     commands = {
         f"{name}-translate": [
-            *COMMAND, "translate", "--model", str(folder / name), "--beam", "5",
+            sys.executable, str(ROOT / "benchmarks" / "tuned.py"), "--model", str(folder / name),
+            "--dev", dev, "--test", test, "--output", str(output),
             "--batch-tokens", str(BATCH_TOKENS),
-            "--input", f"{test}.source.txt", "--output", str(output),
         ]
         for name, output in outputs.items() if not output.exists()
     }  # fmt: skip
@@ -116,9 +120,14 @@ def scores(finished: list[str], first: str, folder: Path, test: str, queue: Queu
     if not ready:
         return None
     hypotheses = [option for name in ready for option in ("--hypothesis", str(outputs[name]))]
-    command = [*COMMAND, "evaluate", "--json", "--reference", f"{test}.target.txt", *hypotheses]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    metrics = ["--metric", "BLEU", "--metric", "chrF2"]
+    command = [*COMMAND, "evaluate", "--json", *metrics, "--reference", f"{test}.target.txt"]
+    done = subprocess.run(
+        [*command, *hypotheses], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    logs = {name: (folder / f"{name}-translate.log").read_text("utf-8") for name in ready}
+    tuned = {name: json.loads(log.strip().splitlines()[-1]) for name, log in logs.items()}
+    return {"tuned": tuned, **json.loads(done.stdout)}
 
 
 def table(report: dict[str, Any]) -> str:
@@ -140,6 +149,19 @@ def table(report: dict[str, Any]) -> str:
             f"{last['tokens_per_second'] / 1e3:.0f} k/s {run['seconds']:.0f} s | {sites}"
         )
     return "\n".join([*lines, "(row sum / entropy / zeros / dead rows)"])
+
+
+def shown(scores: dict[str, Any]) -> str:
+    """BLEU of each system, its length penalty, and its difference to the first."""
+    against = {c["system"]: c["interval"] for c in scores["comparisons"] if c["name"] == "BLEU"}
+    lines = []
+    for system in scores["systems"]:
+        name = system["name"].removesuffix(".hypothesis")
+        low, high = against.get(system["name"], (0.0, 0.0))
+        penalty = scores["tuned"][name]["length penalty"]
+        value = system["scores"][0]["value"]
+        lines.append(f"{name:28} BLEU {value:.2f} ({low:+.2f} to {high:+.2f}) penalty {penalty}")
+    return "\n".join(lines)
 
 
 def laid_out(report: dict[str, Any]) -> str:
@@ -178,7 +200,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--only", nargs="+", help="names of runs")
     parser.add_argument("--test", help="prefix of a test set to translate and score")
+    parser.add_argument("--dev", help="prefix of a set to tune translation on")
     arguments = parser.parse_args()
+    if (arguments.test is None) != (arguments.dev is None):
+        parser.error("--test and --dev need each other")
     study = yaml.safe_load(arguments.study.read_text(encoding="utf-8"))
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,12 +227,11 @@ def main() -> None:
         },
     }
     if arguments.test:
-        found = scores(finished, names[0], folder, arguments.test, queue)
-        report["scores"] = found
+        report["scores"] = scores(finished, names[0], folder, arguments.dev, arguments.test, queue)
     write_text(arguments.out, laid_out(report))
     print(table(report))
     if report.get("scores"):
-        print(json.dumps(report["scores"], indent=1))
+        print(shown(report["scores"]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import runs
+from benchmarks import runs, tuned
 from reluformer.recipe import load_recipe
 
 ROOT = Path(runs.__file__).parents[1]
@@ -52,9 +52,23 @@ def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
 
     stopped = command("--minutes", "0")
     assert [run["curve"] for run in stopped["runs"].values()] == [[], []]
-    report = command("--test", str(tmp_path / "test"))
+    report = command("--test", str(tmp_path / "test"), "--dev", str(tmp_path / "test"))
     for run in report["runs"].values():
         assert [point["step"] for point in run["curve"]] == [0, 1, 2]
         assert run["curve"][-1]["dev"]["nll"] > 0
     assert "signature" in json.dumps(report["scores"])
+    assert report["scores"]["tuned"]["relu"]["length penalty"] in tuned.PENALTIES
+    assert runs.shown(report["scores"]).count("BLEU") == 2
     assert report["study"] == study
+
+
+def test_a_part_of_dev_is_spread_over_it_or_its_beginning(tmp_path: Path) -> None:
+    for side in ("source", "target"):
+        text = "".join(f"{side} {number}\n" for number in range(10))
+        (tmp_path / f"dev.{side}.txt").write_text(text, encoding="utf-8")
+    prefix = str(tmp_path / "dev")
+    sources, references = tuned.part(prefix, 3, documents=False)
+    assert sources == ["source 0", "source 3", "source 6", "source 9"]
+    assert references[1] == "target 3"
+    assert tuned.part(prefix, 3, documents=True)[0] == ["source 0", "source 1", "source 2"]
+    assert tuned.bleu(["<d>", "a b c d e"], ["<d>", "a b c d e"]) == pytest.approx(100)

@@ -9,6 +9,9 @@ from reluformer.model import ReLUFormer
 from reluformer.search.config import SearchConfig
 from reluformer.search.task import Decoder, Hypothesis, Task
 
+# Finished sentences are dropped when they are one of so many.
+_DROPPED_OF = 16
+
 
 @torch.inference_mode()
 def beam_search(
@@ -62,8 +65,11 @@ class _Beams:
         open_sums = self.sums.amax(dim=1)
         # An empty beam is -inf, which no bound is below.
         done = self._bound(open_sums) <= self.threshold
-        if done.any():
+        # To drop a sentence is to copy all others: that waits for a part of them.
+        if int(done.sum()) * _DROPPED_OF >= len(done):
             self._keep((~done).nonzero().squeeze(-1))
+        else:
+            self.sums = self.sums.masked_fill(done.unsqueeze(-1), -torch.inf)
 
     def _extend(self, logits: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest continuations: tokens [B, beams], and the rows [B * beams] they extend."""
