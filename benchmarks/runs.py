@@ -103,31 +103,36 @@ def curve(run: Path) -> list[dict[str, Any]]:
 
 
 def scores(
-    finished: list[str], first: str, folder: Path, dev: str, test: str, queue: Queue
-) -> dict[str, Any] | None:
-    """Translate the test set with every finished run, then compare all with the first."""
-    outputs = {name: folder / f"{name}.hypothesis" for name in finished}
+    finished: list[str], first: str, folder: Path, asked: argparse.Namespace, queue: Queue
+) -> dict[str, Any]:
+    """Translate the test sets with every finished run, then compare all with the first, by set."""
+    sets = {Path(prefix).name: prefix for prefix in asked.test}
+    unit = ["--documents"] if asked.documents else []
+    outputs = {name: [folder / each / f"{name}.hypothesis" for each in sets] for name in finished}
     commands = {
         f"{name}-translate": [
             sys.executable, str(ROOT / "benchmarks" / "tuned.py"), "--model", str(folder / name),
-            "--dev", dev, "--test", test, "--output", str(output),
-            "--batch-tokens", str(BATCH_TOKENS),
+            "--dev", asked.dev, "--test", *sets.values(), "--output", *map(str, files),
+            "--batch-tokens", str(BATCH_TOKENS), *unit,
         ]
-        for name, output in outputs.items() if not output.exists()
+        for name, files in outputs.items() if not files[-1].exists()
     }  # fmt: skip
     queue.run(commands, folder)
-    ready = sorted((name for name in finished if outputs[name].exists()), key=lambda n: n != first)
-    if not ready:
-        return None
-    hypotheses = [option for name in ready for option in ("--hypothesis", str(outputs[name]))]
-    metrics = ["--metric", "BLEU", "--metric", "chrF2"]
-    command = [*COMMAND, "evaluate", "--json", *metrics, "--reference", f"{test}.target.txt"]
-    done = subprocess.run(
-        [*command, *hypotheses], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ready = [name for name in finished if outputs[name][-1].exists()]
+    ready.sort(key=lambda name: name != first)
     logs = {name: (folder / f"{name}-translate.log").read_text("utf-8") for name in ready}
     tuned = {name: json.loads(log.strip().splitlines()[-1]) for name, log in logs.items()}
-    return {"tuned": tuned, **json.loads(done.stdout)}
+    found: dict[str, Any] = {"tuned": tuned}
+    for each, prefix in sets.items():
+        files = [str(folder / each / f"{name}.hypothesis") for name in ready]
+        given = [option for file in files for option in ("--hypothesis", file)]
+        command = [*COMMAND, "evaluate", "--json", "--metric", "BLEU", "--metric", "chrF2", *unit]
+        done = subprocess.run(
+            [*command, "--reference", f"{prefix}.target.txt", *given],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        found[each] = json.loads(done.stdout)
+    return found
 
 
 def table(report: dict[str, Any]) -> str:
@@ -152,16 +157,28 @@ def table(report: dict[str, Any]) -> str:
 
 
 def shown(scores: dict[str, Any]) -> str:
-    """BLEU of each system, its length penalty, and its difference to the first."""
-    against = {c["system"]: c["interval"] for c in scores["comparisons"] if c["name"] == "BLEU"}
+    """BLEU of each system on each set, its length penalty, and its difference to the first."""
     lines = []
-    for system in scores["systems"]:
-        name = system["name"].removesuffix(".hypothesis")
-        low, high = against.get(system["name"], (0.0, 0.0))
-        penalty = scores["tuned"][name]["length penalty"]
-        value = system["scores"][0]["value"]
-        lines.append(f"{name:28} BLEU {value:.2f} ({low:+.2f} to {high:+.2f}) penalty {penalty}")
+    for each, found in scores.items():
+        for system in found.get("systems", []):
+            name = system["name"].removesuffix(".hypothesis")
+            penalty = scores["tuned"][name]["length penalty"]
+            values = "".join(
+                f" {'d-' if score['level'] == 'document' else ''}BLEU {score['value']:.2f}"
+                + _difference(found["comparisons"], system["name"], score["level"])
+                for score in system["scores"]
+                if (score["name"], score["case"]) == ("BLEU", "mixed")
+            )
+            lines.append(f"{each:10} {name:24}{values} penalty {penalty}")
     return "\n".join(lines)
+
+
+def _difference(comparisons: list[dict[str, Any]], system: str, level: str) -> str:
+    for found in comparisons:
+        if (found["name"], found["system"], found["level"]) == ("BLEU", system, level):
+            low, high = found["interval"]
+            return f" ({low:+.2f} to {high:+.2f})"
+    return ""
 
 
 def laid_out(report: dict[str, Any]) -> str:
@@ -199,8 +216,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--only", nargs="+", help="names of runs")
-    parser.add_argument("--test", help="prefix of a test set to translate and score")
+    parser.add_argument("--test", nargs="+", help="prefixes of test sets to translate and score")
     parser.add_argument("--dev", help="prefix of a set to tune translation on")
+    parser.add_argument("--documents", action="store_true", help="translate and score documents")
     arguments = parser.parse_args()
     if (arguments.test is None) != (arguments.dev is None):
         parser.error("--test and --dev need each other")
@@ -227,7 +245,7 @@ def main() -> None:
         },
     }
     if arguments.test:
-        report["scores"] = scores(finished, names[0], folder, arguments.dev, arguments.test, queue)
+        report["scores"] = scores(finished, names[0], folder, arguments, queue)
     write_text(arguments.out, laid_out(report))
     print(table(report))
     if report.get("scores"):

@@ -39,7 +39,9 @@ def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
     }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study), encoding="utf-8")
     for side in ("source", "target"):
-        (tmp_path / f"test.{side}.txt").write_text("a b\nc d e\n", encoding="utf-8")
+        for name in ("test", "test.long"):
+            text = "<d>\na b\nc d e\n<d>\nf g\n"
+            (tmp_path / f"{name}.{side}.txt").write_text(text, encoding="utf-8")
 
     def command(*more: str) -> dict[str, Any]:
         subprocess.run(
@@ -52,13 +54,14 @@ def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
 
     stopped = command("--minutes", "0")
     assert [run["curve"] for run in stopped["runs"].values()] == [[], []]
-    report = command("--test", str(tmp_path / "test"), "--dev", str(tmp_path / "test"))
+    sets = [str(tmp_path / "test"), str(tmp_path / "test.long")]
+    report = command("--documents", "--dev", sets[0], "--test", *sets)
     for run in report["runs"].values():
         assert [point["step"] for point in run["curve"]] == [0, 1, 2]
         assert run["curve"][-1]["dev"]["nll"] > 0
     assert "signature" in json.dumps(report["scores"])
     assert report["scores"]["tuned"]["relu"]["length penalty"] in tuned.PENALTIES
-    assert runs.shown(report["scores"]).count("BLEU") == 2
+    assert runs.shown(report["scores"]).count("BLEU") == 8
     assert report["study"] == study
 
 
