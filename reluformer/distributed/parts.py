@@ -60,6 +60,11 @@ def rule_of(row: Attention, options: Mapping[str, Any]) -> Rectified:
     """The rule of an additive attention with its options."""
     rule = row.weigh_with(options)
     assert isinstance(rule, Rectified)
+    if rule.normalise is not None:
+        raise UserError(
+            "normalise must be None over several ranks, whose parts are added undivided, "
+            f"got {rule.normalise}"
+        )
     return rule
 
 

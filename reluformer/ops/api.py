@@ -81,6 +81,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     power: int = 1,
     threshold: float | Tensor = 0.0,
     negative_slope: float = 0.0,
+    normalise: float | None = None,
     scale: float | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -100,6 +101,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     power            1 or 2
     threshold        number or [H]; negative opens keys whose score is below zero
     negative_slope   slope below the threshold, 0 for an exact ReLU
+    normalise        divide each row by its sum plus this number; None, as in the paper, does not
 
     The other arguments are those of `attention`.
     """
@@ -116,6 +118,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         power=power,
         threshold=threshold,
         negative_slope=negative_slope,
+        normalise=normalise,
         scale=scale,
         bias=bias,
         dropout_p=dropout_p,

@@ -69,16 +69,30 @@ def run(
         key_lengths=call.visibility.key_lengths,
         mask=call.visibility.mask,
         dropout_p=call.dropout_p,
-        statistics=_STATISTICS[call.return_sums],
+        statistics=max(_STATISTICS[call.return_sums], int(rule.normalise is not None)),
     )
+    if rule.normalise is not None:
+        assert row_sum is not None
+        output, row_sum, log_sum = _normalised(output.to(wide), row_sum, log_sum, rule.normalise)
     sums = None
-    if row_sum is not None:
+    if call.return_sums is not None:
+        assert row_sum is not None
         n = call.visibility.count(q.shape[2], k.shape[2], q.device)
         sums = row_sums(row_sum, log_sum, n)
     if attention.finish is not None:
         # Norms and gates are computed in float32, as in the reference.
         output = attention.finish_with(output.to(wide), options)
     return AttentionResult(output.to(call.q.dtype), None, None, sums)
+
+
+def _normalised(
+    output: Tensor, row_sum: Tensor, log_sum: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, sum(w) and sum(w ln w) with each row divided by its sum plus epsilon."""
+    total = row_sum + epsilon
+    if log_sum is not None:
+        log_sum = (log_sum - row_sum * total.log()) / total
+    return output / total.unsqueeze(-1), row_sum / total, log_sum
 
 
 def triton_supports(call: Call, rule: Rectified) -> str | None:

@@ -20,9 +20,13 @@ def relu(
     power: int = 1,
     threshold: float | Tensor = 0.0,
     negative_slope: float = 0.0,
+    normalise: float | None = None,
 ) -> Rectified:
-    """ReLUFormer: ReLU(s - threshold)^power / (gamma * (n/2)^length_exponent)."""
-    return Rectified(gamma, length_exponent, power, threshold, negative_slope)
+    """ReLUFormer: ReLU(s - threshold)^power / (gamma * (n/2)^length_exponent).
+
+    With `normalise`, a row is divided by its sum plus that number, which the paper does not do.
+    """
+    return Rectified(gamma, length_exponent, power, threshold, negative_slope, normalise)
 
 
 def relu_n(*, length_exponent: float = 1.0) -> Rectified:

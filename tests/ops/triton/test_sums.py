@@ -33,8 +33,9 @@ def small_tiles() -> Iterator[None]:
         ("entropy", {"causal": True, "key_lengths": torch.tensor([3, 33])}),
         ("entropy", {"key_lengths": torch.tensor([33, 0]), "power": 2}),
         ("entropy", {"mask": torch.arange(33) % 3 > 0}),
+        ("entropy", {"causal": True, "key_lengths": torch.tensor([3, 33]), "normalise": 0.1}),
     ],
-    ids=["window", "causal", "nothing to see", "mask"],
+    ids=["window", "causal", "nothing to see", "mask", "normalised"],
 )
 def test_sums_of_a_call(level: SumsLevel, rules: dict[str, Any]) -> None:
     sizes = {"heads": 2, "kv_heads": 1, "rows": 19, "keys": 33, "width": 16, "value_width": 16}
