@@ -100,11 +100,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = load_run(arguments.model)
-    # Compiled and recorded steps are for training; means do not need them.
-    recipe = dataclasses.replace(
-        run.recipe, train=dataclasses.replace(run.recipe.train, compile=False, graphs=False)
-    )
-    model, data = run.model.to(device), load_data(recipe)
+    recipe, model, data = run.recipe, run.model.to(device), load_data(run.recipe)
     assert data.dev is not None
     bits, dev = autocast(recipe.train, device), data.dev.batches(recipe)
     some = islice(data.train.batches(recipe).epoch(0), arguments.batches)

@@ -104,8 +104,11 @@ def curve(run: Path) -> list[dict[str, Any]]:
 
 def scores(
     finished: list[str], first: str, folder: Path, asked: argparse.Namespace, queue: Queue
-) -> dict[str, Any]:
-    """Translate the test sets with every finished run, then compare all with the first, by set."""
+) -> dict[str, Any] | None:
+    """Translate the test sets with every finished run, then compare all with the first, by set.
+
+    None if the time allowed no run to be translated.
+    """
     sets = {Path(prefix).name: prefix for prefix in asked.test}
     unit = ["--documents"] if asked.documents else []
     outputs = {name: [folder / each / f"{name}.hypothesis" for each in sets] for name in finished}
@@ -119,13 +122,14 @@ def scores(
     }  # fmt: skip
     queue.run(commands, folder)
     ready = [name for name in finished if outputs[name][-1].exists()]
+    if not ready:
+        return None
     ready.sort(key=lambda name: name != first)
     logs = {name: (folder / f"{name}-translate.log").read_text("utf-8") for name in ready}
     tuned = {name: json.loads(log.strip().splitlines()[-1]) for name, log in logs.items()}
     found: dict[str, Any] = {"tuned": tuned}
-    for each, prefix in sets.items():
-        files = [str(folder / each / f"{name}.hypothesis") for name in ready]
-        given = [option for file in files for option in ("--hypothesis", file)]
+    for at, (each, prefix) in enumerate(sets.items()):
+        given = [o for name in ready for o in ("--hypothesis", str(outputs[name][at]))]
         command = [*COMMAND, "evaluate", "--json", "--metric", "BLEU", "--metric", "chrF2", *unit]
         done = subprocess.run(
             [*command, "--reference", f"{prefix}.target.txt", *given],
@@ -244,9 +248,11 @@ def main() -> None:
             for name in names
         },
     }
+    # Scoring takes minutes: a command that is cut meanwhile leaves its curves.
+    write_text(arguments.out, laid_out(report))
     if arguments.test:
         report["scores"] = scores(finished, names[0], folder, arguments, queue)
-    write_text(arguments.out, laid_out(report))
+        write_text(arguments.out, laid_out(report))
     print(table(report))
     if report.get("scores"):
         print(shown(report["scores"]))

@@ -52,9 +52,10 @@ def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
         found: dict[str, Any] = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
         return found
 
-    stopped = command("--minutes", "0")
-    assert [run["curve"] for run in stopped["runs"].values()] == [[], []]
     sets = [str(tmp_path / "test"), str(tmp_path / "test.long")]
+    stopped = command("--minutes", "0", "--dev", sets[0], "--test", *sets)
+    assert [run["curve"] for run in stopped["runs"].values()] == [[], []]
+    assert stopped["scores"] is None
     report = command("--documents", "--dev", sets[0], "--test", *sets)
     for run in report["runs"].values():
         assert [point["step"] for point in run["curve"]] == [0, 1, 2]
