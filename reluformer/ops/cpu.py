@@ -19,6 +19,7 @@ from torch import Tensor
 
 from reluformer.errors import UserError
 from reluformer.ops import cpu_tiles as tiles
+from reluformer.ops.rule import POWERS
 from reluformer.ops.visibility import Visibility
 
 
@@ -60,8 +61,12 @@ def rectified_attention(
     """
     if not scale > 0:
         raise UserError(f"impl='cpu' needs a positive scale, not {scale}.")
-    if power not in (1, 2):
-        raise UserError(f"impl='cpu' takes power 1 or 2, not {power}.")
+    if power not in POWERS:
+        raise UserError(f"impl='cpu' takes a power from 1 to 4, not {power}.")
+    if power > 2:
+        # High powers of unscaled products could overflow; a power of two changes no digit of q.
+        unit = 2.0 ** round(math.log2(scale))
+        q, scale = q * unit, scale / unit
     heads, n_q, n_k = q.shape[1], q.shape[2], k.shape[2]
     per_head = [
         value.expand(heads) if isinstance(value, Tensor) else None for value in (gamma, threshold)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reluformer.ops.rule import raised
 from reluformer.ops.visibility import Visibility
 
 # Rows of a tile in the outer loop (queries forward, keys backward), and scores of a tile for one
@@ -127,7 +128,7 @@ def whole_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of the tables, from the output's gradient times C [B * Hkv, G, Tq, Dv]."""
     rows, grad = q.flatten(1, 2), grad.flatten(1, 2)
-    weight = x.square() if plan.power == 2 else x
+    weight = raised(x, plan.power)
     ds = torch.bmm(grad, v.transpose(1, 2))
     if kept is not None:
         weight, ds = weight * kept, ds.mul_(kept)
@@ -161,7 +162,7 @@ def tiled_gradients(
                 _cut(x, -high, -low)
                 _rectify(x)
                 ds = memory.product("ds", v[part], grad[at].transpose(1, 2))
-                dv[part] += torch.bmm(x.square() if plan.power == 2 else x, grad[at])
+                dv[part] += torch.bmm(raised(x, plan.power), grad[at])
                 _to_scores(plan, ds, x, *(t if t is None else t[at][:, None] for t in terms))
                 dk[part] += torch.bmm(ds, q[at])
                 dq[at] += torch.bmm(ds.transpose(1, 2), k[part])
@@ -177,8 +178,8 @@ def _to_scores(
     if slope is not None:
         ds += slope * torch.where(x > 0, x, 1.0).log_()
     torch.ops.aten.threshold_backward.grad_input(ds, x, 0, grad_input=ds)
-    if plan.power == 2:
-        ds.mul_(x).mul_(2)
+    if plan.power > 1:
+        ds.mul_(raised(x, plan.power - 1)).mul_(plan.power)
 
 
 class _Memory:
@@ -231,7 +232,7 @@ def weigh(
     plan: Plan, x: Tensor, sums: Tensor | None, logs: Tensor | None, at: Any = slice(None)
 ) -> Tensor:
     """x^power; its row sums, and those of x^power log x, are added to the statistics at `at`."""
-    weight = x.square() if plan.power == 2 else x
+    weight = raised(x, plan.power)
     if sums is not None:
         sums[at] += weight.sum(-1, dtype=sums.dtype).view(sums[at].shape)
     if logs is not None:

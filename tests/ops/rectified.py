@@ -50,6 +50,9 @@ CASES = [
     Case("one key head", heads=4, kv_heads=1, causal=True, power=2, threshold=-0.2),
     Case("thresholds", threshold=(0.5, -0.5), statistics=2, key_lengths=(19,)),
     Case("power two", power=2, statistics=2, gamma=True, threshold=(0.5, -0.5), causal=True),
+    Case("power three", power=3, statistics=1, threshold=(-3.0, 0.2), key_lengths=(38,)),
+    Case("power four", power=4, statistics=2, gamma=True, threshold=(-4.0, -0.5), causal=True),
+    Case("power four, groups", heads=4, power=4, length_exponent=1.0, threshold=-4.0),
     Case("widths", width=32, value_width=16, length_exponent=1.0, gamma=True, statistics=2),
     Case("one query", queries=1, keys=70, causal=True, gamma=True, threshold=(0.1, -0.1)),
     Case("no length", length_exponent=0.0, threshold=0.3),
@@ -118,6 +121,16 @@ def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = Tr
     cotangents = [torch.randn(*rows, case.value_width).to(device, dtype)]
     cotangents += [torch.randn(rows).to(device, small) for _ in range(case.statistics)]
     return Arguments(leaves, options, cotangents)
+
+
+def huge(case: Case, dtype: torch.dtype, device: str, size: float) -> Arguments:
+    """Inputs `size` times as large, with a scale that makes their scores ordinary again."""
+    given = arguments(case, dtype, device)
+    with torch.no_grad():
+        given.leaves["q"].mul_(size)
+        given.leaves["k"].mul_(size)
+    given.options["scale"] = size**-2
+    return given
 
 
 def visible(options: dict[str, Any], shape: tuple[int, ...]) -> Tensor:

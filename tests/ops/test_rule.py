@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from reluformer.errors import UserError
 from reluformer.ops.memory import Scores
-from reluformer.ops.rule import Rectified, per_head
+from reluformer.ops.rule import POWERS, Rectified, per_head
 
 
 @given(
     gamma=st.floats(0.1, 10),
     length_exponent=st.floats(0, 2),
-    power=st.sampled_from([1, 2]),
+    power=st.sampled_from(POWERS),
     threshold=st.floats(-2, 2),
     negative_slope=st.floats(0, 0.9),
     n=st.integers(0, 6),
@@ -39,6 +39,22 @@ def test_weights_follow_the_formula(
     assert weights.isfinite().all()
 
 
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("negative_slope", [0.0, 0.3])
+def test_gradients_of_scores_gamma_and_threshold(power: int, negative_slope: float) -> None:
+    torch.manual_seed(0)
+    visible = torch.arange(5) < torch.tensor([5, 3, 0])[:, None]
+
+    def weigh(values: torch.Tensor, gamma: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+        rule = Rectified(gamma, 0.5, power, threshold, negative_slope)
+        return rule(Scores(values, visible, 4)) * visible
+
+    values = torch.randn(1, 2, 3, 5, dtype=torch.float64, requires_grad=True)
+    gamma = torch.tensor([0.7, 1.6], dtype=torch.float64, requires_grad=True)
+    threshold = torch.tensor([-float(power), 0.2], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(weigh, (values, gamma, threshold))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -46,8 +62,9 @@ def test_weights_follow_the_formula(
         ({"gamma": -1.0}, "gamma must be a finite number greater than 0, got -1.0"),
         ({"gamma": math.nan}, "gamma must be a finite number greater than 0, got nan"),
         ({"gamma": math.inf}, "gamma must be a finite number greater than 0, got inf"),
-        ({"power": 3}, "power must be 1 or 2, got 3"),
-        ({"power": 0}, "power must be 1 or 2, got 0"),
+        ({"power": 5}, "power must be a whole number from 1 to 4, got 5"),
+        ({"power": 0}, "power must be a whole number from 1 to 4, got 0"),
+        ({"power": 1.5}, "power must be a whole number from 1 to 4, got 1.5"),
         ({"length_exponent": -0.5}, "length_exponent must be finite and >= 0, got -0.5"),
         ({"length_exponent": math.nan}, "length_exponent must be finite and >= 0, got nan"),
         ({"threshold": math.inf}, "threshold must be a finite number, got inf"),

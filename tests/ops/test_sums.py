@@ -57,7 +57,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     causal=st.booleans(),
     window=st.none() | st.integers(1, 4),
     lengths=st.none() | st.tuples(st.integers(0, 7), st.integers(0, 7)),
-    power=st.sampled_from([1, 2]),
+    power=st.sampled_from([1, 2, 3, 4]),
     level=st.sampled_from(["row_sum", "entropy"]),
 )
 def _check_cpu(

@@ -23,6 +23,7 @@ from reluformer.ops.triton.parts import (
     load_tile,
     log2_positive,
     query_range,
+    raised,
     rectified,
     row_factor,
     sequence,
@@ -157,8 +158,8 @@ def _walk_keys(
             grad += constant[:, None]
         if GRADS == 2:
             grad += slope[:, None] * log2_positive(score, PTX)
-        if POWER == 2:
-            grad *= score
+        if POWER > 1:
+            grad *= raised(score, POWER - 1)
         grad = tl.where(score > 0, grad, 0.0)
         shift_total += tl.sum(grad, 1)
         acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
@@ -449,10 +450,12 @@ def _walk_queries(
         weight = score
         if ROW_SCALE and not PRESCALED:
             weight = score * factor[None, :]
-        if POWER == 2 or DROPOUT:
+        # x^(p-1) gates and gives log x too: x need not be kept until the gradient arrives.
+        steep = score if POWER <= 2 else raised(tl.maximum(score, 0.0), POWER - 1)
+        if POWER > 1 or DROPOUT:
             weight = tl.where(score > 0, weight, 0.0)
-            if POWER == 2:
-                weight *= score
+            if POWER > 1:
+                weight *= steep
             if DROPOUT:
                 weight *= kept
             packed = weight.to(g_tile.dtype)
@@ -469,12 +472,14 @@ def _walk_queries(
         if GRADS == 2:
             if PRESCALED:
                 slope *= factor
-            grad += slope[None, :] * log2_positive(score, PTX)
-        if POWER == 2:
-            grad *= score
+            if POWER > 2:
+                slope *= 1.0 / (POWER - 1)
+            grad += slope[None, :] * log2_positive(steep, PTX)
+        if POWER > 1:
+            grad *= steep
         if ROW_SCALE and not PRESCALED:
             grad *= factor[None, :]
-        grad = tl.where(score > 0, grad, 0.0).to(q_tile.dtype)
+        grad = tl.where(steep > 0, grad, 0.0).to(q_tile.dtype)
         dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
     return dk_acc, dv_acc
 

@@ -17,6 +17,7 @@ from reluformer.ops.triton.parts import (
     LENGTH_DEPENDENT,
     head_threshold,
     key_range,
+    raised,
     rectified,
     row_factor,
     visible,
@@ -238,9 +239,8 @@ def decode_kernel(
         score = tl.where(seen, score, 0.0)
         if HAS_MASK:
             seen_total += tl.sum(seen.to(tl.int32), 1)
-        if POWER == 2:
-            x = tl.maximum(score, 0.0)
-            weight = (x * x).to(v.dtype.element_ty)
+        if POWER > 1:
+            weight = raised(tl.maximum(score, 0.0), POWER).to(v.dtype.element_ty)
         else:
             weight = rectified(score, v.dtype.element_ty, PTX)
         if SKIP_VALUES:

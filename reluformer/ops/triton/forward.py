@@ -2,7 +2,8 @@
 
 The loop knows neither scale nor normaliser. With x = max(q.k - t, 0), t the threshold in units of
 q.k, a weight is w = C_i x^p; C_i holds scale, gamma and the count of visible keys and multiplies
-the accumulator once per row at the end. Row statistics come from sums of x^p and x^p log2 x.
+the accumulator once per row at the end. (`PRESCALE`: x is in units of the score instead.) Row
+statistics come from sums of x^p and x^p log2 x.
 """
 
 import triton
@@ -18,6 +19,7 @@ from reluformer.ops.triton.parts import (
     key_range,
     load_tile,
     log2_positive,
+    raised,
     rectified,
     row_factor,
     sequence,
@@ -107,13 +109,17 @@ def _walk(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             v_tile = keep_rows(v_tile, col, end, KEYS)
-        if STATISTICS >= 1 or DROPOUT or POWER == 2:
+        if STATISTICS >= 1 or DROPOUT or POWER > 1:
             x = tl.maximum(score, 0.0)
-            weight = x * x if POWER == 2 else x
+            weight = raised(x, POWER)
             if STATISTICS >= 1:
                 total += tl.sum(weight, 1)
             if STATISTICS == 2:
-                log_total += tl.sum(weight * log2_positive(x, PTX), 1)
+                if POWER > 2:
+                    # The same, without x in registers beside its power.
+                    log_total += tl.sum(weight * log2_positive(weight, PTX), 1) * (1.0 / POWER)
+                else:
+                    log_total += tl.sum(weight * log2_positive(x, PTX), 1)
             if DROPOUT:
                 weight *= dropout_factor(random, cols[None, :], dropout)
             packed = weight.to(v_tile.dtype)

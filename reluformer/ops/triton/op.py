@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
-from reluformer.ops.rule import Rectified
+from reluformer.ops.rule import POWERS, Rectified
 from reluformer.ops.triton.layout import last_contiguous, packed_view
 from reluformer.ops.triton.operators import attend, attend_pages
 
@@ -36,8 +36,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
     for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if width not in WIDTHS:
             return f"head widths must be one of {WIDTHS}, and {name} has {width}"
-    if power not in (1, 2):
-        return f"power must be 1 or 2, got {power}"
+    if power not in POWERS:
+        return f"power must be a whole number from 1 to 4, got {power}"
+    if power > 2 and (_autocast_dtype(q) or q.dtype) == torch.float16:
+        # Weights are packed before they are normalised, and it holds neither 16^4 nor 0.01^4.
+        return f"power {power} needs bfloat16 or float32, got float16"
     if not scale > 0:
         return f"scale must be positive, got {scale}"
     return None
@@ -66,13 +69,19 @@ def _missing_on_gpu() -> str | None:
     return None
 
 
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """The type in which autocast would have the kernels compute, or None where it is off."""
+    device = q.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def _call(
     q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
     cu_q, cu_k, max_q, max_k, dropout_p, statistics,
 ):  # fmt: skip
     """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = _autocast_dtype(q)
+    if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     reason = supports(q, k, v, scale=scale, power=power)
     if reason is not None:

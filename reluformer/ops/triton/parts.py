@@ -197,6 +197,20 @@ def head_threshold(
 
 
 @triton.jit
+def raised(x, POWER: tl.constexpr):
+    """x^POWER, POWER from 1 to 4."""
+    if POWER == 1:
+        result = x
+    elif POWER == 2:
+        result = x * x
+    elif POWER == 3:
+        result = x * x * x
+    else:
+        result = (x * x) * (x * x)
+    return result
+
+
+@triton.jit
 def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
     """max(x, 0) in `dtype`. Hopper rectifies and packs two values in one instruction, which the
     compiler does not find by itself."""

@@ -58,8 +58,9 @@ class Problem(NamedTuple):
 
     @property
     def prescaled_scores(self) -> bool:
-        """float16 cannot hold unscaled products; the other types need no multiplication there."""
-        return self.q.dtype == torch.float16
+        """float16 cannot hold unscaled products, and their third and fourth powers could leave the
+        range of any type; other calls need no multiplication there."""
+        return self.q.dtype == torch.float16 or self.power > 2
 
     @property
     def unit(self) -> float:

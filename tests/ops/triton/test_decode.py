@@ -26,6 +26,8 @@ CASES = [
     Case("mask, one row blind", heads=4, queries=5, mask=(1, 1, 5, 45), gamma=True, threshold=-0.1),
     Case("mask of heads", batch=2, queries=2, mask=(2, 2, 2, 45), power=2),
     Case("padding, nothing", batch=2, queries=2, key_lengths=(0, 40), power=2, threshold=-0.2),
+    Case("power three", heads=4, queries=3, power=3, gamma=True, threshold=-3.0, causal=True),
+    Case("power four", queries=2, power=4, threshold=(-4.0, 0.2), mask=(1, 1, 2, 45)),
     Case("causal padding", batch=2, queries=4, key_lengths=(45, 43), causal=True),
     Case("causal window", queries=4, keys=90, window=20, causal=True),
     Case("window", queries=3, keys=50, window=7, length_exponent=1.0),
@@ -207,7 +209,7 @@ def test_pages(page_size: int, bounds: bool, rows: int, causal: bool, tile: Tile
     q = torch.randn(3, 4, rows, 16)
     options: dict[str, Any] = {
         "gamma": torch.rand(4) + 0.5, "threshold": torch.tensor([0.3, -0.2, 0.0, 0.5]),
-        "power": rows % 2 + 1, "causal": causal,
+        "power": rows + 1, "causal": causal,
     }  # fmt: skip
     with tiles.override({"decode": tile}):
         found = decode_attention(q, cache, impl="triton", **options)
@@ -244,14 +246,15 @@ def test_pages_without_weight_are_never_read() -> None:
 @settings(max_examples=4)
 @given(
     st.integers(0, 1 << 30),
-    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([(torch.float32, 1), (torch.float32, 4), (torch.float16, 1)]),
     st.sampled_from([1e-3, 1.0, 30.0]),
     st.booleans(),
 )
 def test_leaving_pages_out_changes_no_bit(
-    seed: int, dtype: torch.dtype, size: float, negative: bool
+    seed: int, kind: tuple[torch.dtype, int], size: float, negative: bool
 ) -> None:
     """Pages of one key each, many times: bounds are scores, and thresholds lie exactly on them."""
+    dtype, power = kind
     torch.manual_seed(seed)
     cache = PagedCache(1, 1, 16, pages=6, page_size=16, bounds=True, dtype=dtype)
     keys = (size * torch.randn(1, 1, 6, 16)).to(dtype)
@@ -260,7 +263,7 @@ def test_leaving_pages_out_changes_no_bit(
     q = torch.randn(1, 1, 1, 16).to(dtype)
     scores = (q.float() @ keys.float().transpose(-2, -1)).flatten().sort().values * 0.25
     threshold = float(scores[1 if negative else 3])
-    options: dict[str, Any] = {"threshold": threshold, "scale": 0.25}
+    options: dict[str, Any] = {"threshold": threshold, "scale": 0.25, "power": power}
     with tiles.override({"decode": Tile(16, 16, 4, 1)}):
         found = decode_attention(q, cache, impl="triton", **options)
     assert found.any()

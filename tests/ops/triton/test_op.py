@@ -8,10 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from reluformer import relu_attention
 from reluformer.errors import UserError
 from reluformer.ops.triton import op, tiles
 from reluformer.ops.triton.tiles import Tile
-from tests.ops.rectified import CASES, Arguments, Case, arguments, check, expected, found, weights
+from tests.ops.rectified import (
+    CASES,
+    Arguments,
+    Case,
+    arguments,
+    check,
+    expected,
+    found,
+    huge,
+    weights,
+)
 
 KERNELS: tuple[tiles.Kernel, ...] = ("forward", "keys", "queries")
 SMALL = {"forward": Tile(16, 32, 4, 1), "keys": Tile(16, 32, 4, 1), "queries": Tile(32, 16, 4, 1)}
@@ -35,6 +46,7 @@ def test_matches_the_formula(at: int) -> None:
     [
         Case("one loop", causal=True, key_lengths=(20,), statistics=2),
         Case("prescaled", causal=True, statistics=2, threshold=(0.2, -0.2)),
+        Case("prescaled, power four", causal=True, power=4, gamma=True, threshold=(-4.0, 0.2)),
     ],
     ids=str,
 )
@@ -45,20 +57,21 @@ def test_variants_of_a_tile(case: Case, tma: bool) -> None:
 
 
 @on_cpu
-def test_float16_scales_before_it_packs() -> None:
-    case = Case("large", queries=16, keys=16, threshold=1.0)
-    given = arguments(case, torch.float16, "cpu")
-    with torch.no_grad():
-        given.leaves["q"].mul_(100)
-        given.leaves["k"].mul_(100)
-    given.options["scale"] = 1e-4
-    given.options["threshold"] = 0.05
+@pytest.mark.parametrize(
+    ("dtype", "power", "size", "bound"),
+    [(torch.float16, 1, 1e2, 2e-3), (torch.float32, 4, 1e5, 2e-6)],
+    ids=["float16", "power four"],
+)
+def test_scales_what_would_leave_the_range(
+    dtype: torch.dtype, power: int, size: float, bound: float
+) -> None:
+    case = Case("large", queries=16, keys=16, power=power, threshold=0.05)
     with tiles.override(dict(SMALL)):
-        check(op.rectified_attention, given, 2e-3, 4e-3)
+        check(op.rectified_attention, huge(case, dtype, "cpu", size), bound, 2 * bound)
 
 
-def _dropout_case() -> tuple[Arguments, Tensor]:
-    case = Case("dropout", batch=1, heads=2, queries=21, keys=32, value_width=32, statistics=2)
+def _dropout_case(power: int) -> tuple[Arguments, Tensor]:
+    case = Case("dropout", queries=21, keys=32, value_width=32, power=power, statistics=2)
     given = arguments(case, torch.float32, DEVICE)
     given.options["dropout_p"] = 0.4
     identity = torch.eye(32, device=DEVICE).expand(1, 2, 32, 32)
@@ -71,8 +84,8 @@ def _dropout_case() -> tuple[Arguments, Tensor]:
     return given, kept
 
 
-def _check_dropout() -> None:
-    given, kept = _dropout_case()
+def _check_dropout(power: int) -> None:
+    given, kept = _dropout_case(power)
     assert 0.1 < float((kept > 0).float().mean()) < 0.5
     assert torch.allclose(kept[kept > 0], torch.tensor(1 / 0.6, device=DEVICE), rtol=1e-2)
     torch.manual_seed(1)
@@ -84,9 +97,10 @@ def _check_dropout() -> None:
 
 
 @on_cpu
-def test_dropout_is_the_same_forward_and_backward() -> None:
+@pytest.mark.parametrize("power", [1, 4])
+def test_dropout_is_the_same_forward_and_backward(power: int) -> None:
     with tiles.override(dict(SMALL)):
-        _check_dropout()
+        _check_dropout(power)
 
 
 @on_cpu
@@ -255,7 +269,7 @@ def test_operator_is_well_formed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"power": 3}, "power"),
+        ({"power": 5}, "power"),
         ({"scale": -1.0}, "scale"),
         ({"window": 0}, "window"),
     ],
@@ -265,6 +279,18 @@ def test_refuses_in_one_sentence(change: dict[str, Any], message: str) -> None:
     q, k, v = (given.leaves[name] for name in "qkv")
     with pytest.raises(UserError, match=message):
         op.rectified_attention(q, k, v, **{**given.options, **change})
+
+
+def test_high_powers_refuse_float16_however_it_comes() -> None:
+    q = torch.zeros(1, 2, 3, 16, device=DEVICE)
+    text = "impl='triton' cannot run this relu attention: power 3 needs bfloat16 or float32"
+    with pytest.raises(UserError, match=text):
+        relu_attention(q.half(), q.half(), q.half(), power=3, impl="triton")
+    with torch.autocast(DEVICE, torch.float16):
+        with pytest.raises(UserError, match=text):
+            relu_attention(q, q, q, power=3, impl="triton")
+        assert not relu_attention(q, q, q, power=3).any()
+    assert not relu_attention(q.half(), q.half(), q.half(), power=3).any()
 
 
 def test_supports_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
