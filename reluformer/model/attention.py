@@ -245,9 +245,7 @@ class MultiHeadAttention(nn.Module):
         if target is None or "gamma" not in self.row.options:
             return
         valid = _valid_rows(query_lengths, q.shape[2], q.device)
-        # Row sums as they are before a rule divides by them.
-        undivided = {**options, "normalise": None} if "normalise" in options else options
-        stats = self._statistics(q, keys, visibility, undivided, {"return_sums": "row_sum"})
+        stats = self._statistics(q, keys, visibility, options, {"return_sums": "row_sum"})
         self.gamma.observe(stats.row_sum, valid & (stats.visible > 0), target)
         options["gamma"] = self.gamma()
 

@@ -73,7 +73,7 @@ def run(
     )
     if rule.normalise is not None:
         assert row_sum is not None
-        output, row_sum, log_sum = _normalised(output.to(wide), row_sum, log_sum, rule.normalise)
+        output = output.to(wide) / (row_sum + rule.normalise).unsqueeze(-1)
     sums = None
     if call.return_sums is not None:
         assert row_sum is not None
@@ -83,16 +83,6 @@ def run(
         # Norms and gates are computed in float32, as in the reference.
         output = attention.finish_with(output.to(wide), options)
     return AttentionResult(output.to(call.q.dtype), None, None, sums)
-
-
-def _normalised(
-    output: Tensor, row_sum: Tensor, log_sum: Tensor | None, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, sum(w) and sum(w ln w) with each row divided by its sum plus epsilon."""
-    total = row_sum + epsilon
-    if log_sum is not None:
-        log_sum = (log_sum - row_sum * total.log()) / total
-    return output / total.unsqueeze(-1), row_sum / total, log_sum
 
 
 def triton_supports(call: Call, rule: Rectified) -> str | None:

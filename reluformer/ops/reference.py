@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional
 
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
-from reluformer.ops.memory import Scores, hide, read
+from reluformer.ops.memory import Scores, Weigh, hide, read
+from reluformer.ops.rule import Rectified
 from reluformer.ops.stats import RowSums, row_sums, sum_of_w_log_w, summarise
 
 
@@ -45,8 +47,15 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
         output=output.to(call.q.dtype),
         weights=weights if call.return_weights else None,
         stats=summarise(weights, visible) if call.return_stats else None,
-        sums=_sums(weights, call) if call.return_sums else None,
+        sums=_sums(_undivided(first, weigh, weights), call) if call.return_sums else None,
     )
+
+
+def _undivided(scores: Scores, weigh: Weigh, weights: Tensor) -> Tensor:
+    """The weights [B, H, Tq, Tk] as they were before their rule divided rows by their sums."""
+    if not isinstance(weigh, Rectified) or weigh.normalise is None:
+        return weights
+    return hide(replace(weigh, normalise=None)(scores), scores.visible)
 
 
 def _sums(weights: Tensor, call: Call) -> RowSums:

@@ -14,7 +14,8 @@ SumsLevel = Literal["row_sum", "entropy"]
 class RowSums(NamedTuple):
     """What sums over each query row tell, without a map; every field is [B, H, Tq].
 
-    The fields mean what they mean in `Stats`.
+    The fields mean what they mean in `Stats`, but that the sums are those before a rule divides by
+    them (`Rectified.normalise`): losses on them keep such rows alive.
     """
 
     row_sum: Tensor

@@ -42,15 +42,19 @@ def attend(given: dict[str, Tensor], impl: str, **options: Any) -> Any:
 @pytest.mark.parametrize("power", [1, 2])
 def test_rows_are_divided_by_their_sums(mask: dict[str, Any], power: int) -> None:
     given = leaves()
-    found = attend(given, "reference", power=power, return_weights=True, **mask)
+    extras = {"return_weights": True, "return_sums": "entropy", "return_stats": True}
+    found = attend(given, "reference", power=power, **extras, **mask)
     plain = relu_attention(
         *(given[name] for name in "qkv"), gamma=given["gamma"], threshold=given["threshold"],
-        length_exponent=1.0, power=power, impl="reference", return_weights=True, **mask,
+        length_exponent=1.0, power=power, impl="reference", **extras, **mask,
     )  # fmt: skip
     sums = plain.weights.sum(-1, keepdim=True)
     torch.testing.assert_close(found.weights, plain.weights / (sums + EPSILON))
     torch.testing.assert_close(found.output, plain.output / (sums + EPSILON))
     assert bool((sums == 0).any()) and bool(found.output.isfinite().all())
+    # Sums are those before the division, statistics are those of what was read.
+    torch.testing.assert_close(found.sums, plain.sums)
+    torch.testing.assert_close(found.stats.row_sum, (sums / (sums + EPSILON)).squeeze(-1))
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
