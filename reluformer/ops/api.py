@@ -45,6 +45,9 @@ def attention(
     return_sums     "row_sum" also returns the sum of each row's weights, "entropy" that and the
                     row's entropy, see `RowSums`: what the regularisers need, and all that fused
                     kernels return, from the pass that makes the output
+    deterministic   False lets an implementation give up gradients that repeat bit by bit where
+                    that is faster (`triton` on long keys); ignored by all others, and under
+                    `torch.use_deterministic_algorithms`
     check           also check the contents of tensors, which waits for a GPU
 
     Further keywords are the options of that attention. With any `return_` argument the result is an
@@ -89,6 +92,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     return_weights: bool = False,
     return_stats: bool = False,
     return_sums: SumsLevel | None = None,
+    deterministic: bool = True,
     check: bool = False,
 ) -> Tensor | AttentionResult:
     """ReLUFormer's attention: weights ReLU(s) / (gamma sqrt(n/2)), n the keys the row can see.
@@ -126,5 +130,6 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         return_weights=return_weights,
         return_stats=return_stats,
         return_sums=return_sums,
+        deterministic=deterministic,
         check=check,
     )

@@ -48,6 +48,8 @@ class Call:
     return_weights: bool = False
     return_stats: bool = False
     return_sums: SumsLevel | None = None
+    deterministic: bool = True
+    """Whether gradients must be repeatable bit by bit, for implementations that have a choice."""
 
     @property
     def groups(self) -> int:

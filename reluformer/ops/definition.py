@@ -99,6 +99,7 @@ class Attention:
         return_weights: bool = False,
         return_stats: bool = False,
         return_sums: SumsLevel | None = None,
+        deterministic: bool = True,
         check: bool = False,
         **options: Any,
     ) -> AttentionResult:
@@ -111,7 +112,7 @@ class Attention:
             scale = self.default_scale(q.shape[-1])
         visibility = Visibility(mask, causal, key_lengths, window)
         extras = (return_weights, return_stats, return_sums)
-        call = Call(q, k, v, visibility, scale, bias, dropout_p, *extras)
+        call = Call(q, k, v, visibility, scale, bias, dropout_p, *extras, deterministic)
         self.check(call, options, contents=check)
         return run(self, call, options, impl)
 

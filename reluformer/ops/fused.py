@@ -45,9 +45,9 @@ def why_not(
 
 
 def run(
-    kernel: Callable[[], Kernel], attention: Attention, call: Call, options: Mapping[str, Any]
+    kernel: Callable[[Call], Kernel], attention: Attention, call: Call, options: Mapping[str, Any]
 ) -> AttentionResult:
-    """Run the rule on the kernel that `kernel` imports, then the attention's finish."""
+    """Run the rule on the kernel that `kernel` gives for the call, then the attention's finish."""
     rule = _rule(attention, options)
     assert rule is not None
     q, k = call.q, call.k
@@ -55,7 +55,7 @@ def run(
     if attention.cosine:
         q, k = (functional.normalize(t.to(wide), dim=-1).to(t.dtype) for t in (q, k))
     heads = q.shape[1]
-    output, row_sum, log_sum = kernel()(
+    output, row_sum, log_sum = kernel(call)(
         q,
         k,
         call.v,
@@ -110,9 +110,9 @@ def cpu_kernel() -> Kernel:
 
 
 cpu_why_not = partial(why_not, cpu_supports)
-cpu_run = partial(run, cpu_kernel)
+cpu_run = partial(run, lambda call: cpu_kernel())
 triton_why_not = partial(why_not, triton_supports)
-triton_run = partial(run, triton_kernel)
+triton_run = partial(run, lambda call: partial(triton_kernel(), deterministic=call.deterministic))
 
 
 def _rule(attention: Attention, options: Mapping[str, Any]) -> Rectified | None:

@@ -159,7 +159,7 @@ def weights(leaves: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     score = options["scale"] * q @ k.transpose(-2, -1)
     seen = visible(options, tuple(score.shape)).to(q.device)
     gamma, threshold = (
-        value[:, None, None] if isinstance(value, Tensor) else value
+        value[:, None, None] if isinstance(value, Tensor) and value.dim() == 1 else value
         for value in (options["gamma"], options["threshold"])
     )
     n = seen.sum(-1, keepdim=True).clamp(min=1).to(score.dtype)
@@ -199,11 +199,39 @@ def found(function: Callable[..., Any], given: Arguments) -> tuple[list[Tensor],
     return outputs, dict(zip(given.leaves, grads, strict=True))
 
 
-def error(actual: Tensor, wanted: Tensor) -> float:
-    """Relative error in the Frobenius norm; absolute where nothing is wanted."""
+def spread(given: Arguments) -> dict[str, Tensor]:
+    """For each gradient of one value per head, [H]: the root of the sum of its terms' squares.
+
+    Such a gradient adds up a term for every weight. With signs at random the sum is of that size;
+    where it happens to cancel, the rounding of terms still is, as is that of the incoming gradient
+    alone: relative to the sum, an error would say how well it cancels and nothing else.
+    """
+    leaves = {name: leaf.detach().double() for name, leaf in given.leaves.items()}
+    shape = (*leaves["q"].shape[:3], leaves["k"].shape[2])
+    terms = {
+        name: leaf[:, None, None].expand(shape).clone().requires_grad_()
+        for name, leaf in leaves.items()
+        if len(name) > 1
+    }
+    if not terms:
+        return {}
+    outputs = formula(leaves, {**given.options, **terms})
+    cotangents = [each.double() for each in given.cotangents]
+    grads = torch.autograd.grad(outputs, list(terms.values()), cotangents)
+    return {
+        name: each.square().sum((0, 2, 3)).sqrt() for name, each in zip(terms, grads, strict=True)
+    }
+
+
+def error(actual: Tensor, wanted: Tensor, size: Tensor | None = None) -> float:
+    """Relative error in the Frobenius norm; absolute where nothing is wanted.
+
+    Relative to `size` where that is larger than what is wanted.
+    """
     assert actual.shape == wanted.shape
     actual, wanted = actual.detach().double(), wanted.detach().double()
-    return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-6))
+    largest = max(float(each.norm()) for each in (wanted, size) if each is not None)
+    return float((actual - wanted).norm()) / max(largest, 1e-6)
 
 
 def check(function: Callable[..., Any], given: Arguments, forward: float, backward: float) -> None:
@@ -212,6 +240,8 @@ def check(function: Callable[..., Any], given: Arguments, forward: float, backwa
     wanted_outputs, wanted_grads = expected(given)
     for at, (actual, wanted) in enumerate(zip(outputs, wanted_outputs, strict=True)):
         assert error(actual, wanted) <= forward, f"output {at}: {error(actual, wanted):.2e}"
+    sizes = spread(given)
     for name, wanted in wanted_grads.items():
         assert grads[name].dtype == given.leaves[name].dtype
-        assert error(grads[name], wanted) <= backward, f"d{name}: {error(grads[name], wanted):.2e}"
+        off = error(grads[name], wanted, sizes.get(name))
+        assert off <= backward, f"d{name}: {off:.2e}"

@@ -5,8 +5,9 @@
 where g and e are the gradients of the row sum and of sum w log w. Nothing but q, k, v and the
 output gradient is read. `keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel`
 a tile of queries (dQ: three); each sums in a fixed order, so results are repeatable bit by bit.
-(Adding each key tile's share of dQ to a float32 buffer with atomics saves two products, and took
-1.3 to 2 times as long on an H200.)
+With `SHARE` the first also adds each key tile's share of dQ to a float32 buffer, which saves two
+products and gives up the order. A descriptor does that while the loop goes on; atomics on pointers
+took 1.3 to 2 times as long as two kernels on an H200.
 """
 
 import triton
@@ -17,6 +18,7 @@ from reluformer.ops.triton.parts import (
     LN2,
     dropout_factor,
     dropout_keys,
+    gated,
     head_threshold,
     keep_rows,
     key_range,
@@ -34,7 +36,7 @@ from reluformer.ops.triton.parts import (
 
 
 @triton.jit
-def _row_terms(
+def row_terms(
     stats,
     rows,
     n_q,
@@ -283,7 +285,7 @@ def queries_kernel(
         + h.to(tl.int64) * stride_sh
         + (first_q + rows).to(tl.int64) * stride_st
     )
-    factor, constant, slope = _row_terms(
+    factor, constant, slope = row_terms(
         stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit, gamma, h,
         length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
     )  # fmt: skip
@@ -348,10 +350,12 @@ def queries_kernel(
 def _walk_queries(
     dk_acc,
     dv_acc,
+    shift_total,
     k_tile,
     v_tile,
     q,
     grad_out,
+    dq_sum,
     grad_sum,
     grad_log,
     count,
@@ -396,6 +400,7 @@ def _walk_queries(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
@@ -404,12 +409,25 @@ def _walk_queries(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
+    SHARE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ORDER: tl.constexpr,
+    ROTATE: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     cols = col + tl.arange(0, KEYS)
-    for row in tl.range(low, high, QUERIES):
+    k_clean = k_tile
+    if SHARE and MASKED and (HAS_LENGTHS or VARLEN):
+        k_clean = keep_rows(k_tile, col, end, KEYS)
+    # Programs that add to the same rows of dQ begin at different ones.
+    turn = col // KEYS * QUERIES % (tl.cdiv(high - low, QUERIES) * QUERIES) if ROTATE else 0
+    for step in tl.range(low, high, QUERIES):
+        row = step
+        if ROTATE:
+            row = step + turn
+            row = tl.where(row < high, row, row - tl.cdiv(high - low, QUERIES) * QUERIES)
         rows = row + tl.arange(0, QUERIES)
         q_tile = load_tile(
             q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
@@ -423,6 +441,8 @@ def _walk_queries(
             q_tile = keep_rows(q_tile, row, n_q, QUERIES)
             g_tile = keep_rows(g_tile, row, n_q, QUERIES)
         score = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        if ORDER == 2:
+            grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
         if PRESCALE:
             score = score * scale
         if HAS_THRESHOLD:
@@ -439,7 +459,7 @@ def _walk_queries(
                 + h.to(tl.int64) * stride_sh
                 + (first_q + rows).to(tl.int64) * stride_st
             )
-            factor, constant, slope = _row_terms(
+            factor, constant, slope = row_terms(
                 stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit,
                 gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
             )  # fmt: skip
@@ -462,7 +482,8 @@ def _walk_queries(
         else:
             packed = rectified(weight, g_tile.dtype, PTX)
         dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=PRECISION)
-        grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+        if ORDER < 2:
+            grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
         if DROPOUT:
             grad *= kept
         if GRADS >= 1:
@@ -479,9 +500,21 @@ def _walk_queries(
             grad *= steep
         if ROW_SCALE and not PRESCALED:
             grad *= factor[None, :]
-        grad = tl.where(steep > 0, grad, 0.0).to(q_tile.dtype)
+        if PTX and POWER == 1 and not DROPOUT and not SHIFT and q_tile.dtype == tl.bfloat16:
+            grad = gated(grad, packed)
+        else:
+            grad = tl.where(steep > 0, grad, 0.0)
+            if SHIFT:
+                shift_total += tl.sum(grad, 1)
+            grad = grad.to(q_tile.dtype)
+        if SHARE and ORDER > 0:
+            share = tl.dot(tl.trans(grad), k_clean, input_precision=PRECISION)
         dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
-    return dk_acc, dv_acc
+        if SHARE and ORDER == 0:
+            share = tl.dot(tl.trans(grad), k_clean, input_precision=PRECISION)
+        if SHARE:
+            dq_sum.atomic_add([batch, h, first_q + row, 0], share.reshape(1, 1, QUERIES, D_PAD))
+    return dk_acc, dv_acc, shift_total
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
@@ -490,8 +523,10 @@ def keys_kernel(
     k,
     v,
     grad_out,
+    dq_sum,
     dk,
     dv,
+    shift,
     grad_sum,
     grad_log,
     count,
@@ -514,6 +549,9 @@ def keys_kernel(
     stride_gb,
     stride_gh,
     stride_gt,
+    stride_dqb,
+    stride_dqh,
+    stride_dqt,
     stride_dkb,
     stride_dkh,
     stride_dkt,
@@ -536,6 +574,7 @@ def keys_kernel(
     threshold_value,
     length_exponent,
     dropout,
+    multiplier,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -557,6 +596,10 @@ def keys_kernel(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
+    SHARE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ORDER: tl.constexpr,
+    ROTATE: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -585,6 +628,10 @@ def keys_kernel(
     low, inner_low, inner_high, high = query_range(
         col, tl.minimum(col + KEYS, end), offset, n_q, window, QUERIES, CAUSAL, WINDOW, VARLEN
     )
+    PADDED: tl.constexpr = HAS_LENGTHS or VARLEN
+    if SHARE and PADDED:
+        # A tile with keys past the end must keep them out of dQ: all of its rows are masked.
+        inner_high = tl.where(col + KEYS > end, inner_low, inner_high)
     k_tile = load_tile(
         k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + n_k,
         KEYS, D_PAD, D, TMA, True,
@@ -597,6 +644,10 @@ def keys_kernel(
     seed_value = tl.load(seed) if DROPOUT else 0
     dk_acc = tl.zeros([KEYS, D_PAD], tl.float32)
     dv_acc = tl.zeros([KEYS, DV_PAD], tl.float32)
+    value_factor = 1.0
+    if not ROW_SCALE:
+        n = visible_count(col, end, window, CAUSAL, WINDOW)
+        value_factor = row_factor(n, unit, gamma, kv_head * GROUP, length_exponent, HAS_GAMMA)
     for member in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + member
         bh = b * heads + h
@@ -604,11 +655,12 @@ def keys_kernel(
         mask_head = mask
         if HAS_MASK:
             mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+        shift_total = tl.zeros([KEYS], tl.float32)
         for part in tl.static_range(3):
             if (
                 part == 1
                 or (part == 0 and EDGES and not SINGLE)
-                or (part == 2 and (WINDOW or VARLEN) and not SINGLE)
+                or (part == 2 and (WINDOW or VARLEN or (SHARE and PADDED)) and not SINGLE)
             ):
                 if SINGLE:
                     start = low
@@ -622,26 +674,28 @@ def keys_kernel(
                 else:
                     start = inner_high
                     stop = high
-                dk_acc, dv_acc = _walk_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, grad_sum, grad_log, count,
-                    mask_head, gamma, start, stop, col, n_q, batch, h, first_q, offset, end, window,
-                    cut, scale, unit, length_exponent, seed_value, bh, dropout,
-                    stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
-                    stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
-                    part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
-                    WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, HAS_THRESHOLD, PRESCALE, GRADS, DROPOUT,
-                    ROW_SCALE, PRESCALED, TMA, PTX, PRECISION,
-                )  # fmt: skip
+                # Where a path around a loop meets products in flight, the assembler makes all
+                # products of a kernel wait for each other.
+                if not SHARE or start < stop:
+                    dk_acc, dv_acc, shift_total = _walk_queries(
+                        dk_acc, dv_acc, shift_total, k_tile, v_tile, q, grad_out, dq_sum,
+                        grad_sum, grad_log, count, mask_head, gamma, start, stop, col, n_q,
+                        batch, h, first_q, offset, end, window,
+                        cut, scale, unit, length_exponent, seed_value, bh, dropout,
+                        stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
+                        stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
+                        part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
+                        WINDOW, HAS_MASK, HAS_LENGTHS, VARLEN, HAS_GAMMA, HAS_THRESHOLD, PRESCALE,
+                        GRADS, DROPOUT, ROW_SCALE, PRESCALED, SHARE, SHIFT, ORDER, ROTATE,
+                        TMA, PTX, PRECISION,
+                    )  # fmt: skip
+        if SHIFT:
+            kept = tl.where(col + tl.arange(0, KEYS) < end, shift_total, 0.0)
+            place = h * (tl.num_programs(0) // kv_heads) + b * tiles + tile
+            tl.store(shift + place, tl.sum(kept, 0) * value_factor * POWER * inverse_scale)
 
-    value_factor = 1.0
-    if not ROW_SCALE:
-        n = visible_count(col, end, window, CAUSAL, WINDOW)
-        value_factor = row_factor(n, unit, gamma, kv_head * GROUP, length_exponent, HAS_GAMMA)
-    key_factor = value_factor * POWER
-    if PRESCALE:
-        key_factor *= scale
     # A key past the end is a row of its own here: its gradients are zero.
-    dk_acc = keep_rows(dk_acc * key_factor, col, end, KEYS)
+    dk_acc = keep_rows(dk_acc * (value_factor * multiplier), col, end, KEYS)
     dv_acc = keep_rows(dv_acc * value_factor, col, end, KEYS)
     store_tile(
         dk, dk_acc.to(k_tile.dtype), batch, kv_head, first_k + col,
@@ -650,71 +704,4 @@ def keys_kernel(
     store_tile(
         dv, dv_acc.to(v_tile.dtype), batch, kv_head, first_k + col,
         stride_dvb, stride_dvh, stride_dvt, first_k + n_k, KEYS, DV_PAD, DV, TMA and not VARLEN,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
-def scale_rows_kernel(
-    src,
-    dst,
-    count,
-    gamma,
-    lengths,
-    cu_q,
-    cu_k,
-    stride_ib,
-    stride_ih,
-    stride_it,
-    stride_ob,
-    stride_oh,
-    stride_ot,
-    stride_sb,
-    stride_sh,
-    stride_st,
-    heads,
-    q_length,
-    k_length,
-    window,
-    unit,
-    length_exponent,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-):
-    """dst = src times C_i."""
-    tiles = tl.cdiv(q_length, ROWS)
-    row = tl.program_id(0) % tiles * ROWS
-    bh = tl.program_id(0) // tiles
-    b = bh // heads
-    h = bh % heads
-    batch, first_q, first_k, n_q, n_k, end = sequence(
-        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
-    )
-    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
-        if row >= n_q:
-            return
-    rows = row + tl.arange(0, ROWS)
-    tile = load_tile(
-        src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
-        ROWS, D_PAD, D, False, True,
-    ).to(tl.float32)  # fmt: skip
-    stats = (
-        batch.to(tl.int64) * stride_sb
-        + h.to(tl.int64) * stride_sh
-        + (first_q + rows).to(tl.int64) * stride_st
-    )
-    factor, _, _ = _row_terms(
-        stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma, h,
-        length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
-    )  # fmt: skip
-    tile *= factor[:, None]
-    store_tile(
-        dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
-        stride_ob, stride_oh, stride_ot, first_q + n_q, ROWS, D_PAD, D, False,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.triton import decode_launch
-from reluformer.ops.triton.backward import keys_kernel, queries_kernel, scale_rows_kernel
+from reluformer.ops.triton.backward import keys_kernel, queries_kernel
 from reluformer.ops.triton.forward import forward_kernel
 from reluformer.ops.triton.launcher import (
     LAUNCHES,
@@ -19,8 +19,10 @@ from reluformer.ops.triton.launcher import (
 )
 from reluformer.ops.triton.layout import empty_heads, row_values
 from reluformer.ops.triton.problem import Problem, pad
+from reluformer.ops.triton.rows import scale_rows_kernel
+from reluformer.ops.triton.tiles import Tile
 
-# Rows of a tile of the pass that scales the output gradient.
+# Rows of a tile of the pass that scales rows.
 _SCALED_ROWS = 64
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -97,7 +99,11 @@ class Gradients(NamedTuple):
 
 
 def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
-    """(dq, dk, dv, O.dO per row, sum of dS per row); the last two are None unless needed."""
+    """(dq, dk, dv, O.dO per row, sum of dS per head); the last two are None unless needed.
+
+    Two kernels that repeat bit by bit; without `problem.deterministic` one kernel, where it is
+    faster, that adds to dq in whatever order its programs run.
+    """
     if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
             return backward(problem, grads, need_shift)
@@ -105,48 +111,112 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
     packed = problem.packed
     dq, dk, dv = (empty_heads(each, each.shape[-1], zero=packed) for each in (q, k, v))
     row_dot = row_values(q, packed=packed) if grads.out is not None else None
-    row_shift = row_values(q, packed=packed) if need_shift else None
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), _zeroed(row_dot), _zeroed(row_shift)
+        shift = q.new_zeros(q.shape[1], dtype=torch.float32) if need_shift else None
+        return dq.zero_(), dk.zero_(), dv.zero_(), _zeroed(row_dot), shift
     key = signature((need_shift, *problem[10:]), (*problem.tensors, *grads))
+    if _fusible(problem, grads):
+        shift = fused_gradients(problem, grads, key, dq, dk, dv, row_dot, need_shift)
+        return dq, dk, dv, row_dot, shift
+    row_shift = row_values(q, packed=packed) if need_shift else None
     key_gradients(problem, grads, key, dk, dv)
     query_gradients(problem, grads, key, dq, row_dot, row_shift)
-    return dq, dk, dv, row_dot, row_shift
+    shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
+    return dq, dk, dv, row_dot, shift
+
+
+def _fusible(problem: Problem, grads: Gradients) -> bool:
+    """Whether one kernel may and can make all gradients, and is faster than two."""
+    if problem.deterministic or torch.are_deterministic_algorithms_enabled():
+        return False
+    return problem.fused_tile() is not None and use_descriptors(
+        (problem.q, problem.k, problem.v, grads.grad_out)
+    )
+
+
+def fused_gradients(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    row_dot: Tensor | None,
+    need_shift: bool,
+) -> Tensor | None:
+    """Fill dq, dk, dv and, where it is there, O.dO per row; the sum of dS per head if needed.
+
+    Takes a float32 buffer of the shape of q.
+    """
+    q = problem.q
+    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    tile = problem.fused_tile()
+    assert tile is not None
+    key = key and ("fused", *key)
+    shift = None
+    if need_shift:
+        places = triton.cdiv(problem.max_k, tile.keys) * problem.sequences
+        shift = q.new_zeros((q.shape[1], places), dtype=torch.float32)
+    key_gradients(problem, grads, key, dk, dv, tile, dq_sum, shift)
+    _scale_rows(
+        problem, grads, key, dq_sum, dq, problem.multiplier,
+        row_scale=not problem.per_row, row_dot=row_dot,
+    )  # fmt: skip
+    return None if shift is None else shift.sum(1)
 
 
 def key_gradients(
-    problem: Problem, grads: Gradients, key: tuple[Any, ...], dk: Tensor, dv: Tensor
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    dk: Tensor,
+    dv: Tensor,
+    tile: Tile | None = None,
+    dq_sum: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> None:
-    """Fill dk and dv."""
+    """Fill dk and dv.
+
+    With a float32 `dq_sum` [B, H, Tq, D] every key tile adds its share of dq to it, and with
+    `shift` [H, places] writes its sums of dS; `tile` is the table's for key gradients if None.
+    """
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("keys", *key)
     launch = LAUNCHES.get(key)
-    tile = problem.tile("keys") if launch is None else launch.tile
+    if tile is None:
+        tile = problem.tile("keys") if launch is None else launch.tile
     # float16 would lose small gradients in the extra rounding.
     prescaled = tile.prescale and problem.per_row and q.dtype != torch.float16
     if prescaled:
-        grad_out = _times_row_factor(problem, grads, key)
+        scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
+        _scale_rows(problem, grads, key, grad_out, scaled, 1.0, row_scale=True)
+        grad_out = scaled
     if launch is None:
         launch = Launch(
             keys_kernel,
             tile,
             triton.cdiv(problem.max_k, tile.keys) * problem.sequences * k.shape[1],
             [(q, tile.queries), (k, tile.keys), (v, tile.keys), (grad_out, tile.queries),
-             (dk, tile.keys), (dv, tile.keys)],
-            (*problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
+             (dq_sum, tile.queries), (dk, tile.keys), (dv, tile.keys)],
+            (*problem.mask_steps(), *problem.row_steps(), *problem.numbers(), problem.multiplier),
             {
                 **problem.switches(tile),
                 "GRADS": grads.level,
                 "ROW_SCALE": problem.per_row,
                 "PRESCALED": prescaled,
+                "SHARE": dq_sum is not None,
+                "SHIFT": shift is not None,
+                "ORDER": tile.order,
+                "ROTATE": tile.rotate,
                 "TMA": use_descriptors((q, k, v, grad_out, dk, dv)),
             },
             store_by_pointer=2 * problem.packed,
         )  # fmt: skip
         remember(key, launch)
     launch(
-        q, k, v, grad_out, dk, dv, grads.grad_sum, grads.grad_log, grads.count, *problem.optional
-    )
+        q, k, v, grad_out, dq_sum, dk, dv, shift, grads.grad_sum, grads.grad_log, grads.count,
+        *problem.optional,
+    )  # fmt: skip
 
 
 def query_gradients(
@@ -187,40 +257,51 @@ def query_gradients(
     )  # fmt: skip
 
 
-def _times_row_factor(problem: Problem, grads: Gradients, key: tuple[Any, ...]) -> Tensor:
-    """C_i dO_i in a tensor of its own."""
-    grad_out = grads.grad_out
-    scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
-    key = key and ("scale", *key)
+def _scale_rows(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    source: Tensor,
+    target: Tensor,
+    multiplier: float,
+    *,
+    row_scale: bool,
+    row_dot: Tensor | None = None,
+) -> None:
+    """target = multiplier source, times C_i with `row_scale`; fills O.dO per row if it is there."""
+    key = key and ("scale", row_scale, *key)
     launch = LAUNCHES.get(key)
     if launch is None:
-        width = grad_out.shape[-1]
+        width, value_width = source.shape[-1], problem.v.shape[-1]
         launch = Launch(
             scale_rows_kernel,
             problem.tile("keys"),
             triton.cdiv(problem.max_q, _SCALED_ROWS) * problem.sequences * problem.q.shape[1],
-            [(grad_out, _SCALED_ROWS), (scaled, _SCALED_ROWS)],
+            [(each, _SCALED_ROWS) for each in (source, target, grads.out, grads.grad_out)],
             (*problem.row_steps(), problem.q.shape[1], problem.max_q, problem.max_k,
-             problem.window, problem.unit, problem.length_exponent),
+             problem.window, problem.unit, problem.length_exponent, multiplier),
             {
                 "ROWS": _SCALED_ROWS,
                 "D": width,
+                "DV": value_width,
                 "D_PAD": pad(width),
+                "DV_PAD": pad(value_width),
                 "CAUSAL": problem.causal,
                 "WINDOW": problem.window > 0,
                 "HAS_LENGTHS": problem.key_lengths is not None,
                 "HAS_MASK": problem.mask is not None,
                 "VARLEN": problem.packed,
                 "HAS_GAMMA": problem.gamma is not None,
+                "ROW_SCALE": row_scale,
+                "ROW_DOT": row_dot is not None,
                 "num_warps": 4,
             },
         )  # fmt: skip
         remember(key, launch)
     launch(
-        grad_out, scaled, grads.count, problem.gamma, problem.key_lengths, problem.cu_q,
-        problem.cu_k,
+        source, target, grads.out, grads.grad_out, row_dot, grads.count, problem.gamma,
+        problem.key_lengths, problem.cu_q, problem.cu_k,
     )  # fmt: skip
-    return scaled
 
 
 def _zeroed(tensor: Tensor | None) -> Tensor | None:

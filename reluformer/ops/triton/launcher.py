@@ -69,20 +69,23 @@ class Launch:
         kernel: Any,
         tile: tiles.Tile,
         programs: int,
-        tiled: Sequence[tuple[Tensor, int]],
+        tiled: Sequence[tuple[Tensor | None, int]],
         numbers: Sequence[float],
         switches: dict[str, Any],
         *,
         store_by_pointer: int = 0,
     ) -> None:
-        """`tiled` are the tensors read or written in tiles of so many rows, in the kernel's order.
+        """`tiled` are the tensors read or written in tiles of so many rows, in the kernel's order,
+        None for one that is not there.
 
         With the switch `TMA` they go through descriptors, but for the last `store_by_pointer`.
         """
         self.kernel, self.tile, self.programs, self.switches = kernel, tile, programs, switches
-        self.numbers = (*(step for each, _ in tiled for step in each.stride()[:-1]), *numbers)
+        self.numbers = (*(step for each, _ in tiled for step in _steps(each)), *numbers)
         described = len(tiled) - store_by_pointer if switches.get("TMA") else 0
-        self.views = [_view(tensor, rows) for tensor, rows in tiled[:described]]
+        self.views = [
+            None if tensor is None else _view(tensor, rows) for tensor, rows in tiled[:described]
+        ]
         self.compiled: Any = None
         self.constants: tuple[Any, ...] = ()
 
@@ -91,13 +94,14 @@ class Launch:
         views = self.views
         if self.compiled is not None:
             sources: list[Any] = [
-                _Described(tensor, shape, strides, "zero")  # type: ignore[arg-type]
-                for tensor, (shape, strides, _) in zip(tensors, views, strict=False)
+                view and _Described(tensor, view[0], view[1], "zero")  # type: ignore[arg-type]
+                for tensor, view in zip(tensors, views, strict=False)
             ]
             self.compiled(*sources, *tensors[len(views) :], *self.constants)
             return
         sources = [
-            TensorDescriptor(tensor, *view) for tensor, view in zip(tensors, views, strict=False)
+            view and TensorDescriptor(tensor, *view)
+            for tensor, view in zip(tensors, views, strict=False)
         ]
         args = [*sources, *tensors[len(views) :], *self.numbers]
         compiled = run(self.kernel, self.programs, args, **self.switches)
@@ -164,6 +168,11 @@ def _describable(tensor: Tensor) -> bool:
         size == 1 or (0 < step * itemsize < 1 << 40 and step * itemsize % 16 == 0)
         for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )
+
+
+def _steps(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides of batch, head and row."""
+    return (0, 0, 0) if tensor is None else tensor.stride()[:-1]
 
 
 def _view(tensor: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:

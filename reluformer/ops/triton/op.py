@@ -77,7 +77,7 @@ def _autocast_dtype(q: Tensor) -> torch.dtype | None:
 
 def _call(
     q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
-    cu_q, cu_k, max_q, max_k, dropout_p, statistics,
+    cu_q, cu_k, max_q, max_k, dropout_p, statistics, deterministic,
 ):  # fmt: skip
     """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
     dtype = _autocast_dtype(q)
@@ -118,6 +118,7 @@ def _call(
         float(dropout_p),
         max_q,
         max_k,
+        deterministic,
         statistics,
     )
     return out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
@@ -146,6 +147,7 @@ def rectified_attention(
     mask: Tensor | None,
     dropout_p: float,
     statistics: int,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
 
@@ -154,13 +156,16 @@ def rectified_attention(
     broadcasts to [B, H, Tq, Tk]; `causal` and `window` are aligned at the end. Returns the output
     [B, H, Tq, Dv] and, [B, H, Tq] float32, sum_j w if `statistics` is 1 or 2 and sum_j w log w if
     it is 2 (which costs a logarithm per weight), both of the weights before dropout, else None.
-    Everything is differentiable in q, k, v, gamma and threshold, and repeatable bit by bit.
+    Everything is differentiable in q, k, v, gamma and threshold, and repeatable bit by bit unless
+    `deterministic` is False: then the gradient of q may be summed in any order (16-bit types and
+    widths up to 128 on a Hopper GPU, long keys; elsewhere, and under
+    `torch.use_deterministic_algorithms`, it stays repeatable).
     """
     return _call(
         q, k, v, scale=scale, gamma=gamma, length_exponent=length_exponent, power=power,
         threshold=threshold, causal=causal, window=window, key_lengths=key_lengths, mask=mask,
         cu_q=None, cu_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=dropout_p,
-        statistics=statistics,
+        statistics=statistics, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -182,6 +187,7 @@ def rectified_attention_varlen(
     window: int | None,
     dropout_p: float,
     statistics: int,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`rectified_attention` over sequences packed one after the other, without padding.
 
@@ -194,7 +200,7 @@ def rectified_attention_varlen(
         length_exponent=length_exponent, power=power, threshold=threshold, causal=causal,
         window=window, key_lengths=None, mask=None, cu_q=cu_seqlens_q.contiguous(),
         cu_k=cu_seqlens_k.contiguous(), max_q=max_q, max_k=max_k, dropout_p=dropout_p,
-        statistics=statistics,
+        statistics=statistics, deterministic=deterministic,
     )  # fmt: skip
     return out[0].transpose(0, 1), row_sum, log_sum
 

@@ -21,10 +21,10 @@ _TENSORS = (
 )
 _NUMBERS = (
     "float scale, float gamma_value, float threshold_value, float length_exponent, int power, "
-    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k"
+    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, bool deterministic"
 )
 # Of the arguments of an operator, the fields of a `Problem`.
-_FIELDS = 20
+_FIELDS = 21
 
 _library = torch.library.Library("reluformer", "FRAGMENT")
 for _schema in (
@@ -32,7 +32,7 @@ for _schema in (
     " -> (Tensor out, Tensor row_sum, Tensor log_sum, Tensor count)",
     "rectified_attention_backward(Tensor? out, Tensor? count, Tensor grad_out, Tensor? grad_sum,"
     f" Tensor? grad_log, {_TENSORS}, {_NUMBERS}, bool need_shift)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor row_shift)",
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor shift)",
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
     " Tensor? key_min, Tensor? key_max, Tensor? gamma, Tensor? threshold, float scale,"
     " float gamma_value, float threshold_value, float length_exponent, int power, bool causal)"
@@ -102,20 +102,19 @@ def _backward(ctx, grad_out, grad_sum, grad_log, _):
         grad_sum, grad_log, *tensors, *ctx.numbers, need_shift,
     )  # fmt: skip
     if _plain(q):
-        dq, dk, dv, row_dot, row_shift = _run_backward(*arguments)
+        dq, dk, dv, row_dot, shift = _run_backward(*arguments)
     else:
         found = torch.ops.reluformer.rectified_attention_backward.default(*arguments)
-        dq, dk, dv, row_dot, row_shift = found
-    over_rows = (0,) if packed else (0, 2)
+        dq, dk, dv, row_dot, shift = found
     d_gamma = d_threshold = None
     if need_gamma:
         if grad_sum is not None:
             row_dot = row_dot + grad_sum * row_sum
         if grad_log is not None:
             row_dot = row_dot + grad_log * (row_sum + log_sum)
-        d_gamma = (-row_dot.sum(over_rows) / gamma.float()).to(gamma.dtype)
+        d_gamma = (-row_dot.sum((0,) if packed else (0, 2)) / gamma.float()).to(gamma.dtype)
     if need_shift:
-        d_threshold = -row_shift.sum(over_rows).to(threshold.dtype)
+        d_threshold = -shift.to(threshold.dtype)
     return dq, dk, dv, d_gamma, d_threshold, *([None] * (_FIELDS - 4))
 
 
@@ -173,9 +172,10 @@ def _fake(q, k, v, gamma, threshold, key_lengths, mask, cu_q, cu_k, seed, *rest)
 
 def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
     packed = rest[4] is not None
-    rows = (row_values(q, packed=packed) if each else None for each in (out is not None, rest[-1]))
+    row_dot = None if out is None else row_values(q, packed=packed)
+    shift = q.new_empty(q.shape[1], dtype=torch.float32) if rest[-1] else None
     made = (empty_heads(each, each.shape[-1], zero=False) for each in (q, k, v))
-    return *made, *_filled(q, rows)
+    return *made, *_filled(q, (row_dot, shift))
 
 
 _library.impl("rectified_attention", _run, "CompositeExplicitAutograd")

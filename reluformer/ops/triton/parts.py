@@ -228,6 +228,24 @@ def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def gated(grad, packed):
+    """`grad` in bfloat16 where the weight `packed` is positive, else 0.
+
+    Two values at once, and no score need be kept until its gradient arrives.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 gate, zero;
+        mov.b32 zero, 0;
+        set.gt.u32.bf16x2 gate, $3, zero;
+        cvt.rn.bf16x2.f32 $0, $2, $1;
+        and.b32 $0, $0, gate;
+        }""",
+        "=r,r,r,r", [grad, packed], tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def log2_positive(x, PTX: tl.constexpr):
     """log2(x) where x > 0, else 0; the hardware's approximation where there is one."""
     safe = tl.where(x > 0, x, 1.0)

@@ -1,0 +1,100 @@
+"""A pass over the rows of one tensor: factors of rows before or after the backward kernels."""
+
+import triton
+import triton.language as tl
+
+from reluformer.ops.triton.backward import row_terms
+from reluformer.ops.triton.parts import LENGTH_DEPENDENT, load_tile, sequence, store_tile
+
+
+@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
+def scale_rows_kernel(
+    src,
+    dst,
+    out,
+    grad_out,
+    row_dot,
+    count,
+    gamma,
+    lengths,
+    cu_q,
+    cu_k,
+    stride_ib,
+    stride_ih,
+    stride_it,
+    stride_db,
+    stride_dh,
+    stride_dt,
+    stride_ob,
+    stride_oh,
+    stride_ot,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    heads,
+    q_length,
+    k_length,
+    window,
+    unit,
+    length_exponent,
+    multiplier,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+    ROW_DOT: tl.constexpr,
+):
+    """dst = multiplier src, times C_i with `ROW_SCALE`; with `ROW_DOT` out.grad_out per row too."""
+    tiles = tl.cdiv(q_length, ROWS)
+    row = tl.program_id(0) % tiles * ROWS
+    bh = tl.program_id(0) // tiles
+    b = bh // heads
+    h = bh % heads
+    batch, first_q, first_k, n_q, n_k, end = sequence(
+        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
+    )
+    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
+        if row >= n_q:
+            return
+    rows = row + tl.arange(0, ROWS)
+    tile = load_tile(
+        src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
+        ROWS, D_PAD, D, False, True,
+    ).to(tl.float32)  # fmt: skip
+    stats = (
+        batch.to(tl.int64) * stride_sb
+        + h.to(tl.int64) * stride_sh
+        + (first_q + rows).to(tl.int64) * stride_st
+    )
+    tile *= multiplier
+    if ROW_SCALE:
+        factor, _, _ = row_terms(
+            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma, h,
+            length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
+        )  # fmt: skip
+        tile *= factor[:, None]
+    store_tile(
+        dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
+        stride_db, stride_dh, stride_dt, first_q + n_q, ROWS, D_PAD, D, False,
+    )  # fmt: skip
+    if ROW_DOT:
+        o_tile = load_tile(
+            out, batch, h, first_q + row, stride_ob, stride_oh, stride_ot, first_q + n_q,
+            ROWS, DV_PAD, DV, False, True,
+        ).to(tl.float32)  # fmt: skip
+        g_tile = load_tile(
+            grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
+            ROWS, DV_PAD, DV, False, True,
+        ).to(tl.float32)  # fmt: skip
+        tl.store(row_dot + stats, tl.sum(o_tile * g_tile, 1), mask=rows < n_q)
