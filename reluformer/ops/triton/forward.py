@@ -14,6 +14,8 @@ from reluformer.ops.triton.parts import (
     LN2,
     dropout_factor,
     dropout_keys,
+    folded,
+    folded_pairs,
     head_threshold,
     keep_rows,
     key_range,
@@ -27,6 +29,17 @@ from reluformer.ops.triton.parts import (
     visible,
     visible_count,
 )
+
+
+@triton.jit
+def _log_sums(weight, x, POWER: tl.constexpr, PTX: tl.constexpr):
+    """Sums of x^p log2 x over the rows of a tile of weights x^p."""
+    if POWER > 2:
+        # From the power alone: x need not stay in registers beside it.
+        result = tl.sum(weight * log2_positive(weight, PTX), 1) * (1.0 / POWER)
+    else:
+        result = tl.sum(weight * log2_positive(x, PTX), 1)
+    return result
 
 
 @triton.jit
@@ -64,6 +77,7 @@ def _walk(
     stride_mk,
     MASKED: tl.constexpr,
     CHECK: tl.constexpr,
+    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -109,23 +123,27 @@ def _walk(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             v_tile = keep_rows(v_tile, col, end, KEYS)
-        if STATISTICS >= 1 or DROPOUT or POWER > 1:
+        if STATISTICS == 2 or DROPOUT or POWER > 1:
             x = tl.maximum(score, 0.0)
             weight = raised(x, POWER)
-            if STATISTICS >= 1:
-                total += tl.sum(weight, 1)
-            if STATISTICS == 2:
-                if POWER > 2:
-                    # The same, without x in registers beside its power.
-                    log_total += tl.sum(weight * log2_positive(weight, PTX), 1) * (1.0 / POWER)
-                else:
-                    log_total += tl.sum(weight * log2_positive(x, PTX), 1)
+            dropped = weight
             if DROPOUT:
-                weight *= dropout_factor(random, cols[None, :], dropout)
-            packed = weight.to(v_tile.dtype)
+                dropped *= dropout_factor(random, cols[None, :], dropout)
+            packed = dropped.to(v_tile.dtype)
         else:
             packed = rectified(score, v_tile.dtype, PTX)
         acc = tl.dot(packed, v_tile, acc, input_precision=PRECISION)
+        # Sums are taken while the product is under way.
+        if STATISTICS == 2:
+            total += tl.sum(weight, 1)[:, None]
+            log_total += _log_sums(weight, x, POWER, PTX)
+        elif STATISTICS == 1:
+            if DROPOUT or POWER > 1:
+                total += folded(weight, QUERIES, KEYS)
+            elif PTX and v_tile.dtype == tl.bfloat16:
+                total += folded_pairs(packed, QUERIES, KEYS)
+            else:
+                total += folded(tl.maximum(score, 0.0), QUERIES, KEYS)
     return acc, total, log_total, seen_total
 
 
@@ -233,7 +251,9 @@ def forward_kernel(
         mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
     kv_head = h // GROUP
     acc = tl.zeros([QUERIES, DV_PAD], tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+    # The logarithms leave no registers for sums that are not complete.
+    LANES: tl.constexpr = KEYS // 4 if STATISTICS == 1 else 1
+    total = tl.zeros([QUERIES, LANES], tl.float32)
     log_total = tl.zeros([QUERIES], tl.float32)
     seen_total = tl.zeros([QUERIES], tl.int32)
 
@@ -264,7 +284,7 @@ def forward_kernel(
                 stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_mq, stride_mk,
                 part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
-                KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
+                QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
                 HAS_THRESHOLD, PRESCALE, STATISTICS, DROPOUT, TMA, PTX, PRECISION,
             )  # fmt: skip
 
@@ -285,8 +305,9 @@ def forward_kernel(
     if HAS_MASK:
         tl.store(count + stats, n, mask=rows < n_q)
     if STATISTICS >= 1:
-        tl.store(row_sum + stats, factor * total, mask=rows < n_q)
+        sums = tl.sum(total, 1)
+        tl.store(row_sum + stats, factor * sums, mask=rows < n_q)
     if STATISTICS == 2:
         log_factor = tl.log2(tl.where(factor > 0, factor, 1.0))
-        logs = LN2 * factor * (log_factor * total + POWER * log_total)
+        logs = LN2 * factor * (log_factor * sums + POWER * log_total)
         tl.store(log_sum + stats, logs, mask=rows < n_q)
