@@ -23,6 +23,8 @@ PATTERNS = {
     "spills": r"\bSTL",
     "packed rectifiers": r"F2FP\.RELU",
     "products": "HGMMA",
+    "waits for products": r"WARPGROUP\.DEPBAR",
+    "sums in memory": "UTMAREDG",
     "narrow products": r"\bHMMA",
     "asynchronous loads": "LDGSTS",
     "tensor memory loads": "UTMALDG",
@@ -73,27 +75,37 @@ def main() -> None:
         with tiles.override(tma=True):
             launch.forward(problem, 0)
             launch.backward(problem, grads, False)
+            label += ", with row sums"
+            launch.forward(problem, 1)
+            label = label.replace("with row sums", "all gradients")
+            launch.backward(problem._replace(deterministic=False), grads, False)
     for width, rows in ((64, 1), (128, 16)):
         for page in (0, 64):
             label = f"width {width}, rows {4 * rows}, page {page}"
             decode(width, rows, page)
     for width, causal in itertools.product((64, 128), (False, True)):
         label = f"width {width}, causal {causal}, power 4"
-        fourth_power(width, causal)
+        fourth_power(width, causal, True)
+        label += ", all gradients"
+        fourth_power(width, causal, False)
     print(json.dumps(found))
 
 
-def fourth_power(width: int, causal: bool) -> None:
-    """Forward and backward with a learned threshold, without which this power is not used."""
+def fourth_power(width: int, causal: bool, deterministic: bool) -> None:
+    """Forward and backward with a learned threshold, without which this power is not used.
+
+    Not `deterministic`: the kernel for all gradients but the threshold's, whose sums make it spill.
+    """
     q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
     problem = launch.Problem(
         q, q, q, None, torch.empty(2), None, None, None, None, None,
-        width**-0.5, 1.0, 0.0, 0.5, 4, causal, 0, 0.0, 4096, 4096,
+        width**-0.5, 1.0, 0.0, 0.5, 4, causal, 0, 0.0, 4096, 4096, deterministic,
     )  # fmt: skip
     with tiles.override(tma=True):
-        launch.forward(problem, 0)
+        if deterministic:
+            launch.forward(problem, 0)
         grads = launch.Gradients(None, None, torch.empty_like(q), None, None)
-        launch.backward(problem, grads, need_shift=True)
+        launch.backward(problem, grads, need_shift=deterministic)
 
 
 def decode(width: int, rows: int, page: int) -> None:

@@ -1,7 +1,8 @@
-"""What the tile benchmark tries; its timing needs a GPU."""
+"""What the tile benchmarks try; their timing needs a GPU."""
 
 import pytest
 
+from benchmarks import backward
 from benchmarks import tiles as sweep
 from reluformer.ops.triton import tiles
 
@@ -12,3 +13,10 @@ def test_the_tables_choice_is_among_the_candidates(case: sweep.Case) -> None:
         tried = sweep.candidates(case, kernel)
         assert tried[0] in tiles.every(kernel, case.width, itemsize=2)
         assert len(set(tried)) == len(tried) >= 5
+
+
+def test_the_tables_tiles_for_all_gradients_are_timed_first() -> None:
+    for (width, causal), names in backward.VARIANTS.items():
+        tried = [backward.tile_of(name) for name in names]
+        assert tried[0] == tiles.pick_fused(width, causal, tiles.FUSED_FROM, itemsize=2)
+        assert len(set(tried)) == len(tried)
