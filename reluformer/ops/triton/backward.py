@@ -24,6 +24,7 @@ from reluformer.ops.triton.parts import (
     key_range,
     load_tile,
     log2_positive,
+    padded_rows,
     query_range,
     raised,
     rectified,
@@ -286,8 +287,8 @@ def queries_kernel(
         + (first_q + rows).to(tl.int64) * stride_st
     )
     factor, constant, slope = row_terms(
-        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit, gamma, h,
-        length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit,
+        gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
     )  # fmt: skip
     inverse_scale = 1.0 if PRESCALE else 1.0 / scale
     cut = head_threshold(threshold, threshold_value, inverse_scale, h, THRESHOLD_TENSOR)
@@ -318,8 +319,8 @@ def queries_kernel(
                 start = inner_high
                 stop = high
             acc, shift_total = _walk_keys(
-                acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head, start, stop,
-                rows, n_q, batch, kv_head, first_k, offset, end, window,
+                acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head,
+                start, stop, rows, n_q, batch, kv_head, first_k, offset, end, window,
                 cut, scale, seed_value, bh, dropout,
                 stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_mq, stride_mk,
@@ -356,8 +357,7 @@ def _walk_queries(
     q,
     grad_out,
     dq_sum,
-    grad_sum,
-    grad_log,
+    terms,
     count,
     mask,
     gamma,
@@ -365,6 +365,7 @@ def _walk_queries(
     high,
     col,
     n_q,
+    q_length,
     batch,
     h,
     first_q,
@@ -428,7 +429,7 @@ def _walk_queries(
         if ROTATE:
             row = step + turn
             row = tl.where(row < high, row, row - tl.cdiv(high - low, QUERIES) * QUERIES)
-        rows = row + tl.arange(0, QUERIES)
+        rows = tl.multiple_of(row, QUERIES) + tl.arange(0, QUERIES)
         q_tile = load_tile(
             q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
             QUERIES, D_PAD, D, TMA, True,
@@ -453,15 +454,15 @@ def _walk_queries(
                 mask, stride_mq, stride_mk, n_q, CAUSAL, WINDOW, HAS_MASK,
             )  # fmt: skip
             score = tl.where(seen, score, 0.0)
-        if ROW_SCALE or GRADS >= 1:
+        if ROW_SCALE and not PRESCALED:
             stats = (
                 batch.to(tl.int64) * stride_sb
                 + h.to(tl.int64) * stride_sh
                 + (first_q + rows).to(tl.int64) * stride_st
             )
-            factor, constant, slope = row_terms(
-                stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit,
-                gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+            factor, _, _ = row_terms(
+                stats, rows, n_q, rows + offset, end, window, count, count, count, unit,
+                gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, 0,
             )  # fmt: skip
         if DROPOUT:
             random = dropout_keys(seed_value, rows, bh)[None, :]
@@ -487,15 +488,10 @@ def _walk_queries(
         if DROPOUT:
             grad *= kept
         if GRADS >= 1:
-            if PRESCALED:
-                constant *= factor
-            grad += constant[None, :]
+            grad += tl.load(terms + rows)[None, :]
         if GRADS == 2:
-            if PRESCALED:
-                slope *= factor
-            if POWER > 2:
-                slope *= 1.0 / (POWER - 1)
-            grad += slope[None, :] * log2_positive(steep, PTX)
+            slopes = terms + padded_rows(q_length) + rows
+            grad += tl.load(slopes)[None, :] * log2_positive(steep, PTX)
         if POWER > 1:
             grad *= steep
         if ROW_SCALE and not PRESCALED:
@@ -527,8 +523,7 @@ def keys_kernel(
     dk,
     dv,
     shift,
-    grad_sum,
-    grad_log,
+    terms,
     count,
     gamma,
     threshold,
@@ -608,7 +603,8 @@ def keys_kernel(
     """dK and dV of a tile of keys, summed over the query heads of its group and all queries.
 
     `ROW_SCALE`: C_i differs between rows, so it is applied in the loop (or, `PRESCALED`, has been
-    multiplied into `grad_out`); otherwise once at the end.
+    multiplied into `grad_out` and the terms); otherwise once at the end. `terms` are made by
+    `row_terms_kernel`: the loop would compute them again for every tile of keys.
     """
     kv_heads = heads // GROUP
     tiles = tl.cdiv(k_length, KEYS)
@@ -655,6 +651,9 @@ def keys_kernel(
         mask_head = mask
         if HAS_MASK:
             mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+        terms_head = terms
+        if GRADS >= 1:
+            terms_head = terms + bh.to(tl.int64) * (GRADS * padded_rows(q_length))
         shift_total = tl.zeros([KEYS], tl.float32)
         for part in tl.static_range(3):
             if (
@@ -679,7 +678,7 @@ def keys_kernel(
                 if not SHARE or start < stop:
                     dk_acc, dv_acc, shift_total = _walk_queries(
                         dk_acc, dv_acc, shift_total, k_tile, v_tile, q, grad_out, dq_sum,
-                        grad_sum, grad_log, count, mask_head, gamma, start, stop, col, n_q,
+                        terms_head, count, mask_head, gamma, start, stop, col, n_q, q_length,
                         batch, h, first_q, offset, end, window,
                         cut, scale, unit, length_exponent, seed_value, bh, dropout,
                         stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,

@@ -18,8 +18,9 @@ from reluformer.ops.triton.launcher import (
     use_descriptors,
 )
 from reluformer.ops.triton.layout import empty_heads, row_values
+from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem, pad
-from reluformer.ops.triton.rows import scale_rows_kernel
+from reluformer.ops.triton.rows import row_terms_kernel, scale_rows_kernel
 from reluformer.ops.triton.tiles import Tile
 
 # Rows of a tile of the pass that scales rows.
@@ -191,6 +192,7 @@ def key_gradients(
         scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
         _scale_rows(problem, grads, key, grad_out, scaled, 1.0, row_scale=True)
         grad_out = scaled
+    terms = _row_terms(problem, grads, key, row_scale=prescaled)
     if launch is None:
         launch = Launch(
             keys_kernel,
@@ -214,8 +216,7 @@ def key_gradients(
         )  # fmt: skip
         remember(key, launch)
     launch(
-        q, k, v, grad_out, dq_sum, dk, dv, shift, grads.grad_sum, grads.grad_log, grads.count,
-        *problem.optional,
+        q, k, v, grad_out, dq_sum, dk, dv, shift, terms, grads.count, *problem.optional,
     )  # fmt: skip
 
 
@@ -257,6 +258,40 @@ def query_gradients(
     )  # fmt: skip
 
 
+def _row_terms(
+    problem: Problem, grads: Gradients, key: tuple[Any, ...], *, row_scale: bool
+) -> Tensor | None:
+    """What the gradients of the sums add to those of the weights, per row: see `row_terms`."""
+    if grads.level == 0:
+        return None
+    heads = problem.sequences * problem.q.shape[1]
+    tiles = triton.cdiv(problem.max_q, BLOCK.value)
+    shape = (heads, grads.level, tiles * BLOCK.value)
+    terms = problem.q.new_empty(shape, dtype=torch.float32)
+    key = key and ("terms", *key)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        launch = Launch(
+            row_terms_kernel,
+            problem.tile("keys"),
+            tiles * heads,
+            [],
+            problem.row_numbers(),
+            {
+                **problem.row_switches(),
+                "POWER": problem.power,
+                "GRADS": grads.level,
+                "ROW_SCALE": row_scale,
+            },
+        )
+        remember(key, launch)
+    launch(
+        grads.grad_sum, grads.grad_log, terms, grads.count, problem.gamma, problem.key_lengths,
+        problem.cu_q, problem.cu_k,
+    )  # fmt: skip
+    return terms
+
+
 def _scale_rows(
     problem: Problem,
     grads: Gradients,
@@ -278,25 +313,18 @@ def _scale_rows(
             problem.tile("keys"),
             triton.cdiv(problem.max_q, _SCALED_ROWS) * problem.sequences * problem.q.shape[1],
             [(each, _SCALED_ROWS) for each in (source, target, grads.out, grads.grad_out)],
-            (*problem.row_steps(), problem.q.shape[1], problem.max_q, problem.max_k,
-             problem.window, problem.unit, problem.length_exponent, multiplier),
+            (*problem.row_numbers(), multiplier),
             {
+                **problem.row_switches(),
                 "ROWS": _SCALED_ROWS,
                 "D": width,
                 "DV": value_width,
                 "D_PAD": pad(width),
                 "DV_PAD": pad(value_width),
-                "CAUSAL": problem.causal,
-                "WINDOW": problem.window > 0,
-                "HAS_LENGTHS": problem.key_lengths is not None,
-                "HAS_MASK": problem.mask is not None,
-                "VARLEN": problem.packed,
-                "HAS_GAMMA": problem.gamma is not None,
                 "ROW_SCALE": row_scale,
                 "ROW_DOT": row_dot is not None,
-                "num_warps": 4,
             },
-        )  # fmt: skip
+        )
         remember(key, launch)
     launch(
         source, target, grads.out, grads.grad_out, row_dot, grads.count, problem.gamma,

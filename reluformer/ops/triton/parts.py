@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
+# No tile has more rows.
+BLOCK = tl.constexpr(256)
 
 # Arguments whose divisibility must not choose another compilation: they change with the lengths.
 LENGTH_DEPENDENT = [
@@ -288,6 +290,12 @@ def log2_positive(x, PTX: tl.constexpr):
     else:
         result = tl.log2(safe)
     return result
+
+
+@triton.jit
+def padded_rows(q_length):
+    """Rows of each head in tables of row terms: whole tiles, so that a tile needs no mask."""
+    return tl.cdiv(q_length, BLOCK) * BLOCK
 
 
 @triton.jit

@@ -127,10 +127,28 @@ class Problem(NamedTuple):
             self.dropout_p,
         )
 
+    def row_numbers(self) -> tuple[float, ...]:
+        """Scalar arguments of the passes over rows, which meet no keys."""
+        numbers = (self.window, self.unit, self.length_exponent)
+        return (*self.row_steps(), self.q.shape[1], self.max_q, self.max_k, *numbers)
+
+    def row_switches(self) -> dict[str, Any]:
+        """Compile-time arguments that those passes share."""
+        return {
+            "CAUSAL": self.causal,
+            "WINDOW": self.window > 0,
+            "HAS_LENGTHS": self.key_lengths is not None,
+            "HAS_MASK": self.mask is not None,
+            "VARLEN": self.packed,
+            "HAS_GAMMA": self.gamma is not None,
+            "num_warps": 4,
+        }
+
     def switches(self, tile: tiles.Tile) -> dict[str, Any]:
         """Compile-time arguments that all kernels with a tile share."""
         q, k, v = self.q, self.k, self.v
         return {
+            **self.row_switches(),
             "GROUP": q.shape[1] // k.shape[1],
             "QUERIES": tile.queries,
             "KEYS": tile.keys,
@@ -139,12 +157,6 @@ class Problem(NamedTuple):
             "D_PAD": pad(q.shape[-1]),
             "DV_PAD": pad(v.shape[-1]),
             "POWER": self.power,
-            "CAUSAL": self.causal,
-            "WINDOW": self.window > 0,
-            "HAS_LENGTHS": self.key_lengths is not None,
-            "HAS_MASK": self.mask is not None,
-            "VARLEN": self.packed,
-            "HAS_GAMMA": self.gamma is not None,
             "HAS_THRESHOLD": self.threshold is not None or self.threshold_value != 0.0,
             "THRESHOLD_TENSOR": self.threshold is not None,
             "PRESCALE": self.prescaled_scores,

@@ -4,7 +4,79 @@ import triton
 import triton.language as tl
 
 from reluformer.ops.triton.backward import row_terms
-from reluformer.ops.triton.parts import LENGTH_DEPENDENT, load_tile, sequence, store_tile
+from reluformer.ops.triton.parts import (
+    BLOCK,
+    LENGTH_DEPENDENT,
+    load_tile,
+    padded_rows,
+    sequence,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=LENGTH_DEPENDENT)
+def row_terms_kernel(
+    grad_sum,
+    grad_log,
+    terms,
+    count,
+    gamma,
+    lengths,
+    cu_q,
+    cu_k,
+    stride_sb,
+    stride_sh,
+    stride_st,
+    heads,
+    q_length,
+    k_length,
+    window,
+    unit,
+    length_exponent,
+    POWER: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    GRADS: tl.constexpr,
+    ROW_SCALE: tl.constexpr,
+):
+    """The constant and the slope of `row_terms` for every row, times C_i with `ROW_SCALE`.
+
+    Above power 2 the slope is that of log2 x^(p-1), which the loop over queries keeps instead of x.
+    `terms` is [sequences, H, GRADS, `padded_rows`], for dense and packed calls alike.
+    """
+    tiles = tl.cdiv(q_length, BLOCK)
+    bh = tl.program_id(0) // tiles
+    b = bh // heads
+    h = bh % heads
+    batch, first_q, first_k, n_q, n_k, end = sequence(
+        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
+    )
+    tile = tl.program_id(0) % tiles
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    stats = (
+        batch.to(tl.int64) * stride_sb
+        + h.to(tl.int64) * stride_sh
+        + (first_q + rows).to(tl.int64) * stride_st
+    )
+    factor, constant, slope = row_terms(
+        stats, rows, n_q, rows + n_k - n_q, end, window, count, grad_sum, grad_log,
+        unit, gamma, h, length_exponent,
+        CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+    )  # fmt: skip
+    if ROW_SCALE:
+        constant *= factor
+        slope *= factor
+    if POWER > 2:
+        slope *= 1.0 / (POWER - 1)
+    padded = padded_rows(q_length)
+    places = terms + bh.to(tl.int64) * (GRADS * padded) + rows
+    tl.store(places, constant)
+    if GRADS == 2:
+        tl.store(places + padded, slope)
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
@@ -80,8 +152,8 @@ def scale_rows_kernel(
     tile *= multiplier
     if ROW_SCALE:
         factor, _, _ = row_terms(
-            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma, h,
-            length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
+            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma,
+            h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
         )  # fmt: skip
         tile *= factor[:, None]
     store_tile(
