@@ -121,6 +121,9 @@ class TrainConfig:
     """Of the loss that pulls row sums to 1; rectified attentions only."""
     entropy_weight: float = 0.05
     """Of the loss on entropy above 0.7 ln n; rectified attentions only. At 0 it is not computed."""
+    entropy_every: int = 1
+    """Compute that loss on one block of 256 query rows in so many, another in each head and
+    example; 1 takes all rows."""
     regulariser_warmup: int = 0
     """Steps over which both weights rise from 0."""
     sample_rows: int | None = None
@@ -166,7 +169,7 @@ class TrainConfig:
         _at_least(
             1, self, "steps", "batch_tokens", "accumulate", "log_every", "checkpoint_every", "keep"
         )
-        _at_least(1, self, "calibration_batches", "bleu_examples", "average_last")
+        _at_least(1, self, "entropy_every", "calibration_batches", "bleu_examples", "average_last")
         _at_least(1, self, "dev_every", "bleu_every", "patience", "sample_rows", "threads")
         _at_least(0, self, "seed", "warmup", "regulariser_warmup")
         _at_least(0, self, "weight_decay", "normalisation_weight", "entropy_weight")
@@ -174,6 +177,10 @@ class TrainConfig:
         _share(self, "smoothing", "ema")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas must be two numbers in [0, 1), got {list(self.betas)}")
+        if self.sample_rows is not None and self.entropy_every > 1:
+            raise UserError(
+                f"entropy_every must be 1 when train.sample_rows is set, got {self.entropy_every}"
+            )
         self._check_final()
 
     def _check_final(self) -> None:

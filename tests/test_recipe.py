@@ -90,6 +90,8 @@ def test_malformed_overrides_are_refused(path: Path, text: str) -> None:
         (11, "  final: first", "train.final must be one of last, best, average, ema"),
         (11, "  average_last: 9\n  final: average", "train.average_last must be at most"),
         (11, "  patience: 3\n  dev_every: null", "train.patience needs train.dev_every"),
+        (11, "  entropy_every: 0", "train.entropy_every must be at least 1, got 0"),
+        (11, "  sample_rows: 4\n  entropy_every: 2", "train.entropy_every must be 1 when"),
         (11, "  batch_tokens: 8", "train.batch_tokens must be at least 256 to hold"),
         (3, "  source: folder\n  generated: {}", "data.generated needs data.source to be one of"),
         (3, "  source: copy\n  cross_documents: true", "data.cross_documents must be false"),

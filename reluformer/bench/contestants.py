@@ -56,6 +56,8 @@ class Contestant:
     """Keywords of the attention, for a batch and a number of heads."""
     statistics: int = 0
     """As the fused kernels count them: 1 for row sums, 2 for sums of w log w too."""
+    entropy_every: int = 1
+    """Of so many blocks of query rows one has its sums of w log w made; the others' are 0."""
     without_chance: Run | None = None
     """What is compared with float64 where `run` is random."""
     absent: str | None = None

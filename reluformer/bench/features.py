@@ -27,6 +27,7 @@ def features(case: Case) -> dict[str, Contestant]:
         _feature(PLAIN, case),
         _feature("row sums", case, statistics=1),
         _feature("row sums and entropy", case, statistics=2),
+        _sampled(case),
         _feature(f"{case.heads // grouped.kv_heads} query heads a key head", grouped),
         _feature(
             "key lengths",
@@ -61,6 +62,16 @@ def _feature(
     return Contestant(
         name, "relu", run, case, _on_triton(case), options=options, statistics=statistics
     )
+
+
+def _sampled(case: Case) -> Contestant:
+    """Row sums, and the entropies of one block of rows in eight."""
+    run = _kernel(case, {"statistics": 2, "entropy_every": 8})
+    reason = None if _on_triton(case) else "the cpu implementation makes all entropies"
+    return Contestant(
+        "row sums, one entropy in 8", "relu", run, case, _on_triton(case), statistics=2,
+        entropy_every=8, absent=reason,
+    )  # fmt: skip
 
 
 def _on_triton(case: Case) -> bool:

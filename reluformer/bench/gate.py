@@ -19,6 +19,7 @@ from torch import Tensor
 from reluformer.bench.cases import Case
 from reluformer.bench.contestants import Contestant, contestants
 from reluformer.ops import attention
+from reluformer.ops.stats import sampled_rows
 from reluformer.ops.visibility import Visibility
 
 # Largest relative error of outputs, of gradients, and of either in the hard regime. Kernels on a
@@ -197,6 +198,8 @@ def _formula(contestant: Contestant, given: list[Tensor], backward: bool) -> lis
         table = table.expand(q.shape[0], 1, case.queries, case.keys)
     for each in (k, v):
         each.requires_grad_(backward)
+    sizes = (case.batch, case.heads, case.queries, contestant.entropy_every)
+    sampled = _corners(case, sampled_rows(*sizes, q.device))
     outputs: list[tuple[Tensor, ...]] = []
     parts: list[Tensor] = []
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -206,6 +209,8 @@ def _formula(contestant: Contestant, given: list[Tensor], backward: bool) -> lis
         part = q[:, :, rows].detach().requires_grad_(backward)
         seen = None if table is None else table[:, :, rows]
         made = _attend(contestant, part, k, v, seen, options)
+        if contestant.entropy_every > 1:
+            made = (*made[:2], made[2] * sampled[:, :, rows])
         if backward:
             grads = torch.autograd.grad(made, (part, k, v), cotangents(grad[:, :, rows], made))
             parts.append(grads[0])

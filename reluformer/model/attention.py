@@ -114,6 +114,7 @@ class MultiHeadAttention(nn.Module):
         cache: GrowingCache | None = None,
         record: Record = "nothing",
         sample_rows: int | None = None,
+        entropy_every: int = 1,
         sequence: "ShardedSequence | None" = None,
     ) -> Attended:
         """Attend from x [B, Tq, width] to a projected context, or to x itself when it is None.
@@ -121,7 +122,8 @@ class MultiHeadAttention(nn.Module):
         A cache holds the earlier tokens of x. Where x has several rows for each sentence of the
         context (beams), they are read as further query rows and the context is not repeated.
         With `record`, statistics cover all query rows or a random sample of `sample_rows`; row sums
-        and entropies alone are reported by regularisable kinds only. With `sequence`, x is this
+        and entropies alone are reported by regularisable kinds only, and of all rows the entropies
+        alone can be those of one block in `entropy_every`. With `sequence`, x is this
         rank's shard of one that several ranks share.
         """
         start: Start = 0 if cache is None else cache.start
@@ -157,7 +159,8 @@ class MultiHeadAttention(nn.Module):
         options = self._options(x, beams)
         if self.calibrating:
             self._calibrate(q, keys, visibility, options, query_lengths)
-        with_map, extras = record == "weights", _extras(record, self.row)
+        with_map = record == "weights"
+        extras = _extras(record, self.row, entropy_every if sample_rows is None else 1)
         result = self.row.attend(
             q,
             keys,
@@ -304,10 +307,11 @@ def opaque(
     return IMPLEMENTATIONS[choose(row, call, attention.options, attention.impl)].opaque
 
 
-def _extras(record: Record, row: Attention) -> dict[str, Any]:
+def _extras(record: Record, row: Attention, entropy_every: int = 1) -> dict[str, Any]:
     """The arguments that make an attention return what is recorded, but for maps."""
     if record == "row_sum" or record == "entropy":
-        return {"return_sums": record} if row.regularisable else {}
+        sums = {"return_sums": record, "entropy_every": entropy_every}
+        return sums if row.regularisable else {}
     return {} if record == "nothing" else {"return_stats": True}
 
 

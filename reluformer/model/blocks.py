@@ -24,6 +24,7 @@ class Sight(NamedTuple):
     query_lengths: Tensor | None = None
     record: Record = "nothing"
     sample_rows: int | None = None
+    entropy_every: int = 1
     sequence: "ShardedSequence | None" = None
 
 
@@ -72,6 +73,7 @@ class AttentionBranch(nn.Module):
             cache=cache,
             record=sight.record,
             sample_rows=sight.sample_rows,
+            entropy_every=sight.entropy_every,
             sequence=sight.sequence,
         )
         return self.residual.leave(x, report.output), report

@@ -33,6 +33,7 @@ class ReLUFormerLM(Model):
         *,
         record: Record = "nothing",
         sample_rows: int | None = None,
+        entropy_every: int = 1,
         sequence: "ShardedSequence | None" = None,
     ) -> Output:
         """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end.
@@ -40,7 +41,7 @@ class ReLUFormerLM(Model):
         With a `sequence` that several ranks share, tokens are this rank's shard of it, and so are
         the logits; nothing can be recorded then (see `reluformer.distributed.context_parallel`).
         """
-        sight = Sight(lengths, record, sample_rows, sequence)
+        sight = Sight(lengths, record, sample_rows, entropy_every, sequence)
         start: Start = 0
         if sequence is not None:
             sequence.check(tokens, 1, "tokens")

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reluformer.model.readings import Reading
+from reluformer.ops import RowSums
 
 MARGIN = 0.7
 """C = 0.7 ln n caps the entropy of a row (Shen et al. 2023, Eq. 7 and appendix A)."""
@@ -20,7 +21,7 @@ class AttentionLosses(NamedTuple):
     """|ln row_sum|: pulls every row's total weight to 1."""
     entropy: Tensor
     """max(H - 0.7 ln n, 0), H the entropy of the row-normalised weights: keeps rows informative.
-    0 where only row sums were recorded."""
+    The mean is over the rows whose entropies were computed; 0 where only row sums were recorded."""
     dead_rows: Tensor
     """Share of the rows that see a key but give none any weight; no loss can revive those."""
 
@@ -30,6 +31,8 @@ class AttentionSums(NamedTuple):
 
     normalisation: Tensor
     entropy: Tensor
+    sampled: Tensor
+    """Rows with any weight whose entropies were computed."""
     live: Tensor
     """Rows with any weight."""
     rows: Tensor
@@ -72,25 +75,28 @@ def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> Att
     Divided by global counts, the losses of all processes add up to the loss of the whole batch.
     """
     counts = sums if counts is None else counts
-    live, rows = counts.live.clamp_min(1), counts.rows.clamp_min(1)
+    sampled, live, rows = (count.clamp_min(1) for count in counts[2:])
     return AttentionLosses(
         normalisation=(sums.normalisation / live).sum(),
-        entropy=(sums.entropy / live).sum(),
+        entropy=(sums.entropy / sampled).sum(),
         dead_rows=((sums.rows - sums.live) / rows).mean(),
     )
 
 
-def _one_attention(reading: Reading, margin: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _one_attention(reading: Reading, margin: float) -> tuple[Tensor, ...]:
     stats = reading.stats
     rows = reading.valid & (stats.visible > 0)
     live = rows & (stats.row_sum > 0)
     # Dead rows leave the mean: their logarithm is infinite and their gradient zero.
     distance = _distance_from_one(torch.where(live, stats.row_sum, 1.0))
-    excess = torch.zeros_like(distance)
+    excess, sampled = torch.zeros_like(distance), live
     if stats.entropy is not None:
+        if isinstance(stats, RowSums) and stats.sampled is not None:
+            sampled = live & stats.sampled
         cap = margin * stats.visible.clamp_min(1).log()
-        excess = torch.where(live, (stats.entropy - cap).clamp_min(0), 0.0)
-    return distance.sum(), excess.sum(), live.sum(), rows.expand_as(live).sum()
+        excess = torch.where(sampled, (stats.entropy - cap).clamp_min(0), 0.0)
+    counts = (sampled, live, rows.expand_as(live))
+    return distance.sum(), excess.sum(), *(each.sum() for each in counts)
 
 
 def _distance_from_one(row_sum: Tensor) -> Tensor:

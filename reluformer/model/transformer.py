@@ -52,14 +52,22 @@ class ReLUFormer(Model):
         *,
         record: Record = "nothing",
         sample_rows: int | None = None,
+        entropy_every: int = 1,
     ) -> Output:
         """Logits [B, T, vocabulary] of each next token of target [B, T], given source [B, S].
 
         Sources and targets are padded at their end; lengths are [B]. `record` asks for readings of
-        every attention, of all query rows or of a random sample of `sample_rows`.
+        every attention, of all query rows or of a random sample of `sample_rows`; of all rows, the
+        entropies alone can be those of one block in `entropy_every`, see `reluformer.attention`.
         """
-        encoded = self.encode(source, source_lengths, record=record, sample_rows=sample_rows)
-        sight = Sight(target_lengths, record, sample_rows)
+        encoded = self.encode(
+            source,
+            source_lengths,
+            record=record,
+            sample_rows=sample_rows,
+            entropy_every=entropy_every,
+        )
+        sight = Sight(target_lengths, record, sample_rows, entropy_every)
         x = self.embed(target, self.target_embedding)
         readings = list(encoded.readings)
         for index, layer in enumerate(self.decoder):
@@ -74,9 +82,10 @@ class ReLUFormer(Model):
         *,
         record: Record = "nothing",
         sample_rows: int | None = None,
+        entropy_every: int = 1,
     ) -> Encoded:
         """Hidden states [B, S, width] of source [B, S]."""
-        sight = Sight(source_lengths, record, sample_rows)
+        sight = Sight(source_lengths, record, sample_rows, entropy_every)
         x = self.embed(source, self.source_embedding)
         readings: list[Reading] = []
         for index, layer in enumerate(self.encoder):

@@ -45,6 +45,8 @@ def attention(
     return_sums     "row_sum" also returns the sum of each row's weights, "entropy" that and the
                     row's entropy, see `RowSums`: what the regularisers need, and all that fused
                     kernels return, from the pass that makes the output
+    entropy_every   above 1, only one block of 256 query rows in so many has its entropies computed,
+                    another in each head; `RowSums.sampled` says which, the others are 0
     deterministic   False lets an implementation give up gradients that repeat bit by bit where
                     that is faster (`triton` on long keys); ignored by all others, and under
                     `torch.use_deterministic_algorithms`
@@ -93,6 +95,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     return_stats: bool = False,
     return_sums: SumsLevel | None = None,
     deterministic: bool = True,
+    entropy_every: int = 1,
     check: bool = False,
 ) -> Tensor | AttentionResult:
     """ReLUFormer's attention: weights ReLU(s) / (gamma sqrt(n/2)), n the keys the row can see.
@@ -131,5 +134,6 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         return_stats=return_stats,
         return_sums=return_sums,
         deterministic=deterministic,
+        entropy_every=entropy_every,
         check=check,
     )

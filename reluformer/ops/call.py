@@ -50,6 +50,8 @@ class Call:
     return_sums: SumsLevel | None = None
     deterministic: bool = True
     """Whether gradients must be repeatable bit by bit, for implementations that have a choice."""
+    entropy_every: int = 1
+    """Of so many blocks of query rows one has its entropies computed, see `stats.sampled_rows`."""
 
     @property
     def groups(self) -> int:
@@ -92,6 +94,10 @@ def check_call(call: Call) -> None:
         raise UserError(f"dropout_p must be a number in [0, 1), got {call.dropout_p!r}")
     if call.return_sums not in SUMS:
         raise UserError(f"return_sums must be one of {SUMS}, got {call.return_sums!r}")
+    if type(call.entropy_every) is not int or call.entropy_every < 1:
+        raise UserError(
+            f"entropy_every must be a whole number of at least 1, got {call.entropy_every!r}"
+        )
     _check_visibility(call)
 
 

@@ -78,7 +78,7 @@ def run(
     if call.return_sums is not None:
         assert row_sum is not None
         n = call.visibility.count(q.shape[2], k.shape[2], q.device)
-        sums = row_sums(row_sum, log_sum, n)
+        sums = row_sums(row_sum, log_sum, n, call.entropy_every)
     if attention.finish is not None:
         # Norms and gates are computed in float32, as in the reference.
         output = attention.finish_with(output.to(wide), options)
@@ -110,9 +110,15 @@ def cpu_kernel() -> Kernel:
 
 
 cpu_why_not = partial(why_not, cpu_supports)
+# The CPU path makes all entropies; those of rows that are not sampled are hidden afterwards.
 cpu_run = partial(run, lambda call: cpu_kernel())
 triton_why_not = partial(why_not, triton_supports)
-triton_run = partial(run, lambda call: partial(triton_kernel(), deterministic=call.deterministic))
+triton_run = partial(
+    run,
+    lambda call: partial(
+        triton_kernel(), deterministic=call.deterministic, entropy_every=call.entropy_every
+    ),
+)
 
 
 def _rule(attention: Attention, options: Mapping[str, Any]) -> Rectified | None:

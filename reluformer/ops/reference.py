@@ -64,7 +64,7 @@ def _sums(weights: Tensor, call: Call) -> RowSums:
     row_sum = size.sum(dim=-1)
     log_sum = sum_of_w_log_w(size) if call.return_sums == "entropy" else None
     n = call.visibility.count(weights.shape[-2], weights.shape[-1], weights.device)
-    return row_sums(row_sum, log_sum, n)
+    return row_sums(row_sum, log_sum, n, call.entropy_every)
 
 
 def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tensor | None) -> Scores:

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from reluformer.ops.memory import hide
 
+ENTROPY_BLOCK = 256
+"""Query rows of a block whose entropies are computed or left out together: a power of two, and no
+tile of a kernel has more."""
+
 SumsLevel = Literal["row_sum", "entropy"]
 """Which sums over a row are wanted: of the weights, or those and what the entropy needs."""
 
@@ -21,9 +25,12 @@ class RowSums(NamedTuple):
     row_sum: Tensor
     """sum_j |w_ij|, differentiable."""
     entropy: Tensor | None
-    """Entropy of the row-normalised weights, in nats, differentiable; None if not asked for."""
+    """Entropy of the row-normalised weights, in nats, differentiable; None if not asked for. 0, and
+    constant, in rows that are not sampled."""
     visible: Tensor
     """n, the number of keys the row can see."""
+    sampled: Tensor | None = None
+    """Bool: the rows whose entropies were computed; None where it was all of them."""
 
 
 class Stats(NamedTuple):
@@ -68,17 +75,39 @@ def summarise(weights: Tensor, visible: Tensor | None) -> Stats:
     )
 
 
-def row_sums(row_sum: Tensor, log_sum: Tensor | None, n: Tensor | int) -> RowSums:
+def sampled_rows(batch: int, heads: int, rows: int, every: int, device: torch.device) -> Tensor:
+    """Which rows one block of `ENTROPY_BLOCK` query rows in `every` holds: bool [B, H, Tq].
+
+    Block i of head h in batch element b is sampled where i + h + b is a multiple of `every`: the
+    choice moves on from head to head and from element to element, so that all positions take part
+    and short sequences, of a single block, are sampled in one of `every` heads each.
+    """
+    sizes = (-(-rows // ENTROPY_BLOCK), heads, batch)
+    block, head, element = (torch.arange(size, device=device) for size in sizes)
+    blocks = (element[:, None, None] + head[:, None] + block) % every == 0
+    return blocks.repeat_interleave(ENTROPY_BLOCK, dim=-1)[..., :rows]
+
+
+def row_sums(
+    row_sum: Tensor, log_sum: Tensor | None, n: Tensor | int, entropy_every: int = 1
+) -> RowSums:
     """From sum(w) and, where entropies are wanted, sum(w ln w), both [B, H, Tq].
 
-    n, the number of visible keys, is broadcastable to them.
+    n, the number of visible keys, is broadcastable to them. Above 1, `entropy_every` leaves the
+    entropies of `sampled_rows`.
     """
     if isinstance(n, int):
         visible = torch.full_like(row_sum, n)
     else:
         visible = n.to(row_sum.dtype).expand(row_sum.shape)
-    entropy = None if log_sum is None else entropy_from_sums(row_sum, log_sum)
-    return RowSums(row_sum, entropy, visible)
+    if log_sum is None:
+        return RowSums(row_sum, None, visible)
+    entropy = entropy_from_sums(row_sum, log_sum)
+    if entropy_every == 1:
+        return RowSums(row_sum, entropy, visible)
+    batch, heads, rows = row_sum.shape
+    sampled = sampled_rows(batch, heads, rows, entropy_every, row_sum.device)
+    return RowSums(row_sum, torch.where(sampled, entropy, 0.0), visible, sampled)
 
 
 def sum_of_w_log_w(weights: Tensor) -> Tensor:

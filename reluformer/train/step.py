@@ -98,6 +98,7 @@ class Objective:
                 **inputs(batch),
                 record=self.record,
                 sample_rows=self.config.sample_rows,
+                entropy_every=self.config.entropy_every,
             )
             smooth, nll = self.cross_entropy(
                 output.logits,
@@ -120,7 +121,7 @@ class Objective:
             zero = torch.zeros((), device=self.group.device)
             return zero, zero
         sums = attention_sums(readings)
-        counts = self.group.add(torch.stack([sums.live, sums.rows]))
+        counts = self.group.add(torch.stack(sums[2:]))
         losses = mean_losses(sums, AttentionSums(sums.normalisation, sums.entropy, *counts))
         return losses.normalisation, losses.entropy
 

@@ -8,7 +8,7 @@ import torch
 from reluformer import ATTENTIONS
 from reluformer.model import AttentionConfig, ReLUFormer, ReLUFormerLM
 from reluformer.model.attention import MultiHeadAttention
-from reluformer.model.losses import AttentionLosses, attention_losses
+from reluformer.model.losses import MARGIN, AttentionLosses, attention_losses
 from reluformer.model.readings import Record
 from reluformer.model.scale import Gamma
 from tests.model.factory import batch, small, tokens
@@ -142,6 +142,27 @@ def test_losses_from_sums_are_those_from_statistics(impl: str, sample_rows: int 
     without, _ = losses("row_sum")
     torch.testing.assert_close(without.normalisation, expected.normalisation)
     assert without.entropy == 0 and without.dead_rows == expected.dead_rows
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_the_entropy_loss_is_a_mean_over_sampled_rows(impl: str) -> None:
+    model, inputs = ReLUFormer(small(attention_impl=impl)).double(), batch()
+    full = model(**inputs, record="entropy").readings
+    wanted = torch.zeros(()).double()
+    for reading in full:
+        # A block is longer than these sentences: heads and elements decide.
+        element, head = torch.arange(3).view(3, 1, 1), torch.arange(4).view(4, 1)
+        live = reading.valid & (reading.stats.visible > 0) & (reading.stats.row_sum > 0)
+        rows = live & ((element + head) % 3 == 0)
+        assert 0 < rows.sum() < live.sum()
+        excess = (reading.stats.entropy - MARGIN * reading.stats.visible.log()).clamp_min(0)
+        wanted = wanted + excess[rows].mean()
+    assert wanted > 0
+    found = attention_losses(model(**inputs, record="entropy", entropy_every=3).readings)
+    torch.testing.assert_close(found.entropy, wanted)
+    others = attention_losses(full)
+    torch.testing.assert_close(found.normalisation, others.normalisation)
+    assert found.dead_rows == others.dead_rows and found.entropy != others.entropy
 
 
 @pytest.mark.parametrize("sample_rows", [None, 2])

@@ -1,5 +1,6 @@
 """Row sums and entropies without a map: every implementation against the reference's statistics."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from reluformer import ATTENTIONS, RowSums, attention
 from reluformer.errors import UserError
 from reluformer.ops import cpu_tiles, implementations
 from reluformer.ops.implementations import IMPLEMENTATIONS
-from reluformer.ops.stats import SumsLevel
+from reluformer.ops.stats import SumsLevel, sampled_rows
 from tests.ops.inputs import assert_same, every_attention, gradients, make, tensor_options
 from tests.ops.sums import check_sums
 
@@ -39,6 +40,39 @@ def test_sums_are_those_of_the_statistics(name: str, level: SumsLevel) -> None:
             assert tensor.requires_grad is (field != "visible")
             if tensor.requires_grad:
                 assert_same(gradients(tensor, [q, k]), gradients(expected, [q, k]))
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 700), st.integers(1, 9))
+def test_sampled_rows_are_the_definition(batch: int, heads: int, rows: int, every: int) -> None:
+    found = sampled_rows(batch, heads, rows, every, torch.device("cpu"))
+    assert found.shape == (batch, heads, rows)
+    # Every row of a block alike, so a few of each block tell.
+    for b, h in itertools.product(range(batch), range(heads)):
+        for row in (*range(0, rows, 256), *range(255, rows, 256), *range(97, rows, 256)):
+            assert bool(found[b, h, row]) is ((row // 256 + h + b) % every == 0)
+    if rows:
+        assert found[0, 0, 0]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_entropies_of_sampled_rows_are_those_of_all(impl: str) -> None:
+    q, k, v = make(rows=300, requires_grad=True)
+    call = partial(attention, "relu", q, k, v, causal=True, impl=impl, return_sums="entropy")
+    every, some = call().sums, call(entropy_every=3).sums
+    assert every.sampled is None
+    assert some.sampled.any(dim=(0, 1)).all() and not some.sampled.all()
+    assert_same(some.row_sum, every.row_sum)
+    assert_same(some.entropy, every.entropy * some.sampled)
+    assert every.entropy[~some.sampled].any()
+    grad = torch.autograd.grad(some.entropy.sum(), q)[0]
+    assert not grad[~some.sampled].any() and grad[some.sampled].any()
+    assert call(entropy_every=3, return_sums="row_sum").sums.sampled is None
+
+
+@pytest.mark.parametrize("every", [0, 2.0, True, None])
+def test_an_impossible_sample_is_refused(every: Any) -> None:
+    with pytest.raises(UserError, match=r"entropy_every must be a whole number of at least 1, got"):
+        attention("relu", *make(), return_sums="entropy", entropy_every=every)
 
 
 @pytest.fixture

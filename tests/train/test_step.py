@@ -69,6 +69,17 @@ def test_the_loss_is_the_formula(data: TrainingData) -> None:
     assert int(real.sum()) == batch.target_tokens
 
 
+def test_a_step_samples_entropies(data: TrainingData) -> None:
+    recipe = tiny(model__dropout=0.0, entropy_weight=0.7, entropy_every=2)
+    model, batches = a_model(recipe, data), some_batches(data, 1)
+    entropy = step(recipe, model, batches)[0][3]
+    found = model(**inputs(batches[0]), record="entropy", entropy_every=2)
+    wanted = attention_losses(found.readings).entropy
+    torch.testing.assert_close(entropy.double(), wanted, rtol=1e-6, atol=1e-9)
+    whole = attention_losses(model(**inputs(batches[0]), record="entropy").readings).entropy
+    assert not torch.isclose(wanted, whole)
+
+
 @pytest.mark.parametrize(
     ("normalisation", "entropy", "record"),
     [(0.0, 0.0, "nothing"), (0.1, 0.0, "row_sum"), (0.0, 0.1, "entropy"), (0.1, 0.1, "entropy")],

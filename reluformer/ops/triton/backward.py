@@ -18,6 +18,7 @@ from reluformer.ops.triton.parts import (
     LN2,
     dropout_factor,
     dropout_keys,
+    entropy_wanted,
     gated,
     head_threshold,
     keep_rows,
@@ -47,6 +48,7 @@ def row_terms(
     count,
     grad_sum,
     grad_log,
+    wanted,
     unit,
     gamma,
     h,
@@ -58,7 +60,10 @@ def row_terms(
     POWER: tl.constexpr,
     GRADS: tl.constexpr,
 ):
-    """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows."""
+    """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows.
+
+    Without their sums of w log w `wanted`, what arrives at those is nothing.
+    """
     if HAS_MASK:
         n = tl.load(count + stats, mask=rows < n_q, other=0.0)
     else:
@@ -69,7 +74,7 @@ def row_terms(
     if GRADS >= 1:
         constant = tl.load(grad_sum + stats, mask=rows < n_q, other=0.0)
     if GRADS == 2:
-        e = tl.load(grad_log + stats, mask=rows < n_q, other=0.0)
+        e = tl.load(grad_log + stats, mask=(rows < n_q) & wanted, other=0.0)
         constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
         slope = e * (POWER * LN2)
     return factor, constant, slope
@@ -241,6 +246,7 @@ def queries_kernel(
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
     GRADS: tl.constexpr,
+    EVERY: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROW_DOT: tl.constexpr,
     ROW_SHIFT: tl.constexpr,
@@ -286,8 +292,9 @@ def queries_kernel(
         + h.to(tl.int64) * stride_sh
         + (first_q + rows).to(tl.int64) * stride_st
     )
+    wanted = entropy_wanted(row, h, b, EVERY)
     factor, constant, slope = row_terms(
-        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, unit,
+        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, wanted, unit,
         gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
     )  # fmt: skip
     inverse_scale = 1.0 if PRESCALE else 1.0 / scale
@@ -318,16 +325,21 @@ def queries_kernel(
             else:
                 start = inner_high
                 stop = high
-            acc, shift_total = _walk_keys(
-                acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head,
-                start, stop, rows, n_q, batch, kv_head, first_k, offset, end, window,
-                cut, scale, seed_value, bh, dropout,
-                stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-                stride_mq, stride_mk,
-                part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
-                KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
-                HAS_THRESHOLD, PRESCALE, GRADS, DROPOUT, TMA, PTX, PRECISION,
-            )  # fmt: skip
+            # Loops with and without logarithms, of which a program runs one.
+            for level in tl.static_range(3):
+                if (level == GRADS or (level == 1 and EVERY > 1)) and (
+                    EVERY == 1 or wanted == (level == 2)
+                ):
+                    acc, shift_total = _walk_keys(
+                        acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head,
+                        start, stop, rows, n_q, batch, kv_head, first_k, offset, end, window,
+                        cut, scale, seed_value, bh, dropout,
+                        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+                        stride_mq, stride_mk,
+                        part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
+                        KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
+                        HAS_THRESHOLD, PRESCALE, level, DROPOUT, TMA, PTX, PRECISION,
+                    )  # fmt: skip
 
     factor *= POWER
     if ROW_SHIFT:
@@ -367,6 +379,7 @@ def _walk_queries(
     n_q,
     q_length,
     batch,
+    b,
     h,
     first_q,
     offset,
@@ -407,6 +420,7 @@ def _walk_queries(
     HAS_THRESHOLD: tl.constexpr,
     PRESCALE: tl.constexpr,
     GRADS: tl.constexpr,
+    EVERY: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
@@ -461,7 +475,7 @@ def _walk_queries(
                 + (first_q + rows).to(tl.int64) * stride_st
             )
             factor, _, _ = row_terms(
-                stats, rows, n_q, rows + offset, end, window, count, count, count, unit,
+                stats, rows, n_q, rows + offset, end, window, count, count, count, True, unit,
                 gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, 0,
             )  # fmt: skip
         if DROPOUT:
@@ -491,7 +505,11 @@ def _walk_queries(
             grad += tl.load(terms + rows)[None, :]
         if GRADS == 2:
             slopes = terms + padded_rows(q_length) + rows
-            grad += tl.load(slopes)[None, :] * log2_positive(steep, PTX)
+            if EVERY == 1:
+                grad += tl.load(slopes)[None, :] * log2_positive(steep, PTX)
+            else:
+                if entropy_wanted(row, h, b, EVERY):
+                    grad += tl.load(slopes)[None, :] * log2_positive(steep, PTX)
         if POWER > 1:
             grad *= steep
         if ROW_SCALE and not PRESCALED:
@@ -588,6 +606,7 @@ def keys_kernel(
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
     GRADS: tl.constexpr,
+    EVERY: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
@@ -679,13 +698,13 @@ def keys_kernel(
                     dk_acc, dv_acc, shift_total = _walk_queries(
                         dk_acc, dv_acc, shift_total, k_tile, v_tile, q, grad_out, dq_sum,
                         terms_head, count, mask_head, gamma, start, stop, col, n_q, q_length,
-                        batch, h, first_q, offset, end, window,
+                        batch, b, h, first_q, offset, end, window,
                         cut, scale, unit, length_exponent, seed_value, bh, dropout,
                         stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
                         stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
                         part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
                         WINDOW, HAS_MASK, HAS_LENGTHS, VARLEN, HAS_GAMMA, HAS_THRESHOLD, PRESCALE,
-                        GRADS, DROPOUT, ROW_SCALE, PRESCALED, SHARE, SHIFT, ORDER, ROTATE,
+                        GRADS, EVERY, DROPOUT, ROW_SCALE, PRESCALED, SHARE, SHIFT, ORDER, ROTATE,
                         TMA, PTX, PRECISION,
                     )  # fmt: skip
         if SHIFT:

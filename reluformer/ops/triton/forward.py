@@ -14,6 +14,7 @@ from reluformer.ops.triton.parts import (
     LN2,
     dropout_factor,
     dropout_keys,
+    entropy_wanted,
     folded,
     folded_pairs,
     head_threshold,
@@ -67,6 +68,7 @@ def _walk(
     seed_value,
     bh,
     dropout,
+    wanted,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -91,6 +93,7 @@ def _walk(
     HAS_THRESHOLD: tl.constexpr,
     PRESCALE: tl.constexpr,
     STATISTICS: tl.constexpr,
+    EVERY: tl.constexpr,
     DROPOUT: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -123,7 +126,7 @@ def _walk(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             v_tile = keep_rows(v_tile, col, end, KEYS)
-        if STATISTICS == 2 or DROPOUT or POWER > 1:
+        if (STATISTICS == 2 and EVERY == 1) or DROPOUT or POWER > 1:
             x = tl.maximum(score, 0.0)
             weight = raised(x, POWER)
             dropped = weight
@@ -134,16 +137,23 @@ def _walk(
             packed = rectified(score, v_tile.dtype, PTX)
         acc = tl.dot(packed, v_tile, acc, input_precision=PRECISION)
         # Sums are taken while the product is under way.
-        if STATISTICS == 2:
+        if STATISTICS == 2 and EVERY == 1:
             total += tl.sum(weight, 1)[:, None]
             log_total += _log_sums(weight, x, POWER, PTX)
-        elif STATISTICS == 1:
+        elif STATISTICS >= 1:
             if DROPOUT or POWER > 1:
                 total += folded(weight, QUERIES, KEYS)
             elif PTX and v_tile.dtype == tl.bfloat16:
                 total += folded_pairs(packed, QUERIES, KEYS)
             else:
                 total += folded(tl.maximum(score, 0.0), QUERIES, KEYS)
+            if STATISTICS == 2:  # noqa: SIM102 (the outer test is compiled away)
+                if wanted:
+                    if not DROPOUT and POWER == 1:
+                        # Rounded weights, because they are in registers anyway.
+                        x = packed.to(tl.float32)
+                        weight = x
+                    log_total += _log_sums(weight, x, POWER, PTX)
     return acc, total, log_total, seen_total
 
 
@@ -209,6 +219,7 @@ def forward_kernel(
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
     STATISTICS: tl.constexpr,
+    EVERY: tl.constexpr,
     DROPOUT: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
@@ -250,9 +261,10 @@ def forward_kernel(
     if HAS_MASK:
         mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
     kv_head = h // GROUP
+    wanted = entropy_wanted(row, h, b, EVERY)
     acc = tl.zeros([QUERIES, DV_PAD], tl.float32)
     # The logarithms leave no registers for sums that are not complete.
-    LANES: tl.constexpr = KEYS // 4 if STATISTICS == 1 else 1
+    LANES: tl.constexpr = 1 if STATISTICS == 0 or (STATISTICS == 2 and EVERY == 1) else KEYS // 4
     total = tl.zeros([QUERIES, LANES], tl.float32)
     log_total = tl.zeros([QUERIES], tl.float32)
     seen_total = tl.zeros([QUERIES], tl.int32)
@@ -280,12 +292,12 @@ def forward_kernel(
             acc, total, log_total, seen_total = _walk(
                 acc, total, log_total, seen_total, q_tile, k, v, mask_head, start, stop,
                 rows, n_q, batch, kv_head, first_k, offset, end, window,
-                cut, scale, seed_value, bh, dropout,
+                cut, scale, seed_value, bh, dropout, wanted,
                 stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                 stride_mq, stride_mk,
                 part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
                 QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
-                HAS_THRESHOLD, PRESCALE, STATISTICS, DROPOUT, TMA, PTX, PRECISION,
+                HAS_THRESHOLD, PRESCALE, STATISTICS, EVERY, DROPOUT, TMA, PTX, PRECISION,
             )  # fmt: skip
 
     if HAS_MASK:
@@ -310,4 +322,6 @@ def forward_kernel(
     if STATISTICS == 2:
         log_factor = tl.log2(tl.where(factor > 0, factor, 1.0))
         logs = LN2 * factor * (log_factor * sums + POWER * log_total)
+        if EVERY > 1:
+            logs = tl.where(wanted, logs, 0.0)
         tl.store(log_sum + stats, logs, mask=rows < n_q)

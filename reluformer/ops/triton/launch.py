@@ -62,6 +62,7 @@ def forward(problem: Problem, statistics: int) -> Forward:
             {
                 **problem.switches(tile),
                 "STATISTICS": statistics,
+                "EVERY": problem.entropy_every if statistics == 2 else 1,
                 "TMA": use_descriptors((q, k, v, out)),
             },
             store_by_pointer=int(packed),
@@ -204,6 +205,7 @@ def key_gradients(
             {
                 **problem.switches(tile),
                 "GRADS": grads.level,
+                "EVERY": problem.entropy_every if grads.level == 2 else 1,
                 "ROW_SCALE": problem.per_row,
                 "PRESCALED": prescaled,
                 "SHARE": dq_sum is not None,
@@ -245,6 +247,7 @@ def query_gradients(
             {
                 **problem.switches(tile),
                 "GRADS": grads.level,
+                "EVERY": problem.entropy_every if grads.level == 2 else 1,
                 "ROW_DOT": row_dot is not None,
                 "ROW_SHIFT": row_shift is not None,
                 "TMA": use_descriptors((q, k, v, grad_out, dq)),
@@ -281,6 +284,7 @@ def _row_terms(
                 **problem.row_switches(),
                 "POWER": problem.power,
                 "GRADS": grads.level,
+                "EVERY": problem.entropy_every if grads.level == 2 else 1,
                 "ROW_SCALE": row_scale,
             },
         )

@@ -78,6 +78,7 @@ def _autocast_dtype(q: Tensor) -> torch.dtype | None:
 def _call(
     q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
     cu_q, cu_k, max_q, max_k, dropout_p, statistics, deterministic,
+    entropy_every=1,
 ):  # fmt: skip
     """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
     dtype = _autocast_dtype(q)
@@ -119,6 +120,7 @@ def _call(
         max_q,
         max_k,
         deterministic,
+        entropy_every,
         statistics,
     )
     return out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
@@ -148,6 +150,7 @@ def rectified_attention(
     dropout_p: float,
     statistics: int,
     deterministic: bool = True,
+    entropy_every: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
 
@@ -159,13 +162,15 @@ def rectified_attention(
     Everything is differentiable in q, k, v, gamma and threshold, and repeatable bit by bit unless
     `deterministic` is False: then the gradient of q may be summed in any order (16-bit types and
     widths up to 128 on a Hopper GPU, long keys; elsewhere, and under
-    `torch.use_deterministic_algorithms`, it stays repeatable).
+    `torch.use_deterministic_algorithms`, it stays repeatable). Above 1, `entropy_every` makes
+    sum_j w log w in the rows of `reluformer.ops.stats.sampled_rows` only: elsewhere it is 0,
+    whatever the inputs are.
     """
     return _call(
         q, k, v, scale=scale, gamma=gamma, length_exponent=length_exponent, power=power,
         threshold=threshold, causal=causal, window=window, key_lengths=key_lengths, mask=mask,
         cu_q=None, cu_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=dropout_p,
-        statistics=statistics, deterministic=deterministic,
+        statistics=statistics, deterministic=deterministic, entropy_every=entropy_every,
     )  # fmt: skip
 
 

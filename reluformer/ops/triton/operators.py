@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from reluformer.ops.stats import sampled_rows
 from reluformer.ops.triton.layout import empty_heads, last_contiguous, row_values
 
 _TENSORS = (
@@ -21,10 +22,11 @@ _TENSORS = (
 )
 _NUMBERS = (
     "float scale, float gamma_value, float threshold_value, float length_exponent, int power, "
-    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, bool deterministic"
+    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, bool deterministic, "
+    "int entropy_every"
 )
 # Of the arguments of an operator, the fields of a `Problem`.
-_FIELDS = 21
+_FIELDS = 22
 
 _library = torch.library.Library("reluformer", "FRAGMENT")
 for _schema in (
@@ -88,7 +90,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, grad_out, grad_sum, grad_log, _):
     *tensors, out, row_sum, log_sum, count = ctx.saved_tensors
     q, _, v, gamma, threshold, _, mask = tensors[:7]
-    packed = tensors[7] is not None
+    packed, every = tensors[7] is not None, ctx.numbers[-1]
     need_gamma, need_shift = ctx.needs_input_grad[3:5]
     if grad_out is None:
         grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -111,7 +113,10 @@ def _backward(ctx, grad_out, grad_sum, grad_log, _):
         if grad_sum is not None:
             row_dot = row_dot + grad_sum * row_sum
         if grad_log is not None:
-            row_dot = row_dot + grad_log * (row_sum + log_sum)
+            log_part = grad_log * (row_sum + log_sum)
+            if every > 1:
+                log_part *= sampled_rows(*log_part.shape, every, q.device)
+            row_dot = row_dot + log_part
         d_gamma = (-row_dot.sum((0,) if packed else (0, 2)) / gamma.float()).to(gamma.dtype)
     if need_shift:
         d_threshold = -shift.to(threshold.dtype)

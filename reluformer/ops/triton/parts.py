@@ -8,9 +8,10 @@ Tiles come from a tensor descriptor (`TMA`) or from a pointer with strides: one 
 import triton
 import triton.language as tl
 
+from reluformer.ops.stats import ENTROPY_BLOCK
+
 LN2 = tl.constexpr(0.6931471805599453)
-# No tile has more rows.
-BLOCK = tl.constexpr(256)
+BLOCK = tl.constexpr(ENTROPY_BLOCK)
 
 # Arguments whose divisibility must not choose another compilation: they change with the lengths.
 LENGTH_DEPENDENT = [
@@ -290,6 +291,15 @@ def log2_positive(x, PTX: tl.constexpr):
     else:
         result = tl.log2(safe)
     return result
+
+
+@triton.jit
+def entropy_wanted(row, h, b, EVERY: tl.constexpr):
+    """Whether a tile that begins at `row` lies in a block of `reluformer.ops.stats.sampled_rows`.
+
+    Tiles have at most as many rows as a block, so one answer serves a whole tile.
+    """
+    return (row // BLOCK + h + b) % EVERY == 0
 
 
 @triton.jit

@@ -34,6 +34,7 @@ class Problem(NamedTuple):
     max_q: int
     max_k: int
     deterministic: bool = True
+    entropy_every: int = 1
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

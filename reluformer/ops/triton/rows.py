@@ -7,6 +7,7 @@ from reluformer.ops.triton.backward import row_terms
 from reluformer.ops.triton.parts import (
     BLOCK,
     LENGTH_DEPENDENT,
+    entropy_wanted,
     load_tile,
     padded_rows,
     sequence,
@@ -41,6 +42,7 @@ def row_terms_kernel(
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
     GRADS: tl.constexpr,
+    EVERY: tl.constexpr,
     ROW_SCALE: tl.constexpr,
 ):
     """The constant and the slope of `row_terms` for every row, times C_i with `ROW_SCALE`.
@@ -64,7 +66,7 @@ def row_terms_kernel(
     )
     factor, constant, slope = row_terms(
         stats, rows, n_q, rows + n_k - n_q, end, window, count, grad_sum, grad_log,
-        unit, gamma, h, length_exponent,
+        entropy_wanted(tile * BLOCK, h, b, EVERY), unit, gamma, h, length_exponent,
         CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
     )  # fmt: skip
     if ROW_SCALE:
@@ -152,7 +154,7 @@ def scale_rows_kernel(
     tile *= multiplier
     if ROW_SCALE:
         factor, _, _ = row_terms(
-            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, unit, gamma,
+            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, True, unit, gamma,
             h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
         )  # fmt: skip
         tile *= factor[:, None]

@@ -79,6 +79,11 @@ def main() -> None:
             launch.forward(problem, 1)
             label = label.replace("with row sums", "all gradients")
             launch.backward(problem._replace(deterministic=False), grads, False)
+            label = label.replace("all gradients", "sampled entropies")
+            rows = torch.empty(q.shape[:3])
+            launch.forward(problem._replace(entropy_every=8), 2)
+            grads = grads._replace(grad_sum=rows, grad_log=rows)
+            launch.backward(problem._replace(entropy_every=8), grads, False)
     for width, rows in ((64, 1), (128, 16)):
         for page in (0, 64):
             label = f"width {width}, rows {4 * rows}, page {page}"

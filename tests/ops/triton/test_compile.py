@@ -23,12 +23,13 @@ def _script(name: str) -> Any:
 @pytest.mark.slow
 def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
-    assert len(kernels) == 30
+    assert len(kernels) == 36
     for name, code in kernels.items():
         # With a threshold, whatever the power, the widest tile puts addresses away before the loop
-        # over its ragged end; the loop over whole tiles keeps all in registers.
+        # over its ragged end; the loop over whole tiles keeps all in registers. Beside a loop with
+        # logarithms it may have to put one away.
         ragged = name == "forward_kernel width 128, causal False, power 4"
-        assert code["spills"] <= (6 if ragged else 0), name
+        assert code["spills"] <= (6 if ragged else 2 if "entropies" in name else 0), name
         if name.startswith("decode"):
             assert code["products"] + code["narrow products"] > 0, name
             # The keys of later tiles are under way while a tile is multiplied.

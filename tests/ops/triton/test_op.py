@@ -261,7 +261,7 @@ def test_operator_is_well_formed() -> None:
         torch.library.opcheck(
             torch.ops.reluformer.rectified_attention.default,
             (q, k, v, gamma, None, None, given.options["mask"], None, None, None)
-            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, True, 2),
+            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, True, 1, 2),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
 

@@ -1,5 +1,6 @@
 """Row sums and entropies out of the kernels, from the public function to the models' losses."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,15 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from reluformer.bench import gate
+from reluformer.bench.cases import Case
+from reluformer.bench.features import features
 from reluformer.model import AttentionConfig, ReLUFormer
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.losses import attention_losses
-from reluformer.ops.stats import SumsLevel
-from reluformer.ops.triton import tiles
+from reluformer.ops.stats import ENTROPY_BLOCK, SumsLevel, sampled_rows
+from reluformer.ops.triton import op, tiles
+from reluformer.ops.triton.tiles import Tile
 from tests.model.factory import batch, small
 from tests.ops.inputs import make
 from tests.ops.sums import check_sums
 from tests.ops.triton.test_op import SMALL, on_cpu
+
+if not torch.cuda.is_available():
+    from tests.ops.triton import descriptors as descriptors
 
 pytestmark = on_cpu
 
@@ -41,6 +49,60 @@ def test_sums_of_a_call(level: SumsLevel, rules: dict[str, Any]) -> None:
     sizes = {"heads": 2, "kv_heads": 1, "rows": 19, "keys": 33, "width": 16, "value_width": 16}
     q, k, v = make(**sizes, dtype=torch.float32)
     check_sums("triton", level, q, k, v, rtol=1e-5, **rules)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rules"),
+    [
+        (530, {"entropy_every": 3}),
+        (300, {"entropy_every": 2, "causal": True, "power": 2}),
+        (300, {"entropy_every": 2, "power": 4, "normalise": 0.1}),
+        (19, {"entropy_every": 2, "key_lengths": torch.tensor([9, 4]), "power": 3}),
+    ],
+    ids=["three blocks", "two blocks", "power four", "one block"],
+)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_sampled_entropies(rows: int, rules: dict[str, Any], deterministic: bool) -> None:
+    q, k, v = make(batch=2, heads=2, kv_heads=1, rows=rows, keys=9, width=16, value_width=16)
+    torch.use_deterministic_algorithms(deterministic)
+    wide = {"forward": Tile(256, 16, 4, 1), "queries": Tile(64, 16, 4, 1)}
+    keys = Tile(128, 16, 4, 1, prescale=rows == 300)
+    with tiles.override({**wide, "keys": keys, "fused": keys}, tma=True):
+        rules = {**rules, "deterministic": deterministic}
+        check_sums("triton", "entropy", *(x.float() for x in (q, k, v)), rtol=1e-5, **rules)
+
+
+def test_log_sums_that_are_not_sampled_are_constants() -> None:
+    q, k, v = (x.float().requires_grad_() for x in make(heads=2, rows=19, width=16, value_width=16))
+    gamma = torch.tensor([0.7, 1.2], requires_grad=True)
+    settings = {
+        "scale": 0.25, "gamma": gamma, "length_exponent": 0.5, "power": 1, "threshold": 0.0,
+        "causal": False, "window": None, "key_lengths": None, "mask": None, "dropout_p": 0.0,
+    }  # fmt: skip
+    every, some = (
+        op.rectified_attention(q, k, v, **settings, statistics=2, entropy_every=every)[2]
+        for every in (1, 2)
+    )
+    assert every is not None and some is not None
+    wanted = every * sampled_rows(2, 2, 19, 2, q.device)
+    torch.testing.assert_close(some, wanted)
+    leaves = [q, k, gamma]
+    grads = (torch.autograd.grad(each.sum(), leaves) for each in (some, wanted))
+    torch.testing.assert_close(*grads)
+
+
+def test_the_bench_checks_sampled_entropies() -> None:
+    case = Case("features", "cpu", "float32", 2, 4, 4, 24, 24, 16)
+    check = gate.check(case, features(case)["row sums, one entropy in 8"])
+    assert check.passed and len(check.errors) == 6, check
+
+
+def test_no_tile_has_more_rows_than_a_block() -> None:
+    kernels: tuple[tiles.Kernel, ...] = ("forward", "keys", "queries")
+    found = [tiles.every(k, w, size) for k in kernels for w in (64, 128, 256) for size in (2, 4)]
+    found.append([*tiles.every("fused", 64, 2), *tiles.every("fused", 128, 2)])
+    for tile in itertools.chain(*found):
+        assert ENTROPY_BLOCK % tile.queries == 0
 
 
 def _losses(impl: str) -> tuple[Tensor, Tensor, list[Tensor]]:
