@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,17 @@ from reluformer.ops.triton import op, tiles
 from tests.ops.rectified import CASES, Arguments, Case, arguments, found
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ("forward", "keys", "queries", "scale_rows", "decode", "combine", "append", "canary")
+KERNELS = (
+    "forward",
+    "keys",
+    "queries",
+    "scale_rows",
+    "row_terms",
+    "decode",
+    "combine",
+    "append",
+    "canary",
+)
 SMALL = ("causal window", "causal padding, nothing", "mask", "groups", "thresholds", "widths")
 WIDE = Case("tiles", queries=283, keys=301, width=64, value_width=64, heads=4)
 DENSE = [
@@ -63,6 +74,12 @@ def work(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
             with tiles.override(tma=tma):
                 for _ in range(2):
                     outputs += found(op.rectified_attention, given)[0]
+        # The kernel for all gradients at once.
+        given = exact(arguments(case, dtype, device))
+        tile = tiles.pick_fused(64 if case.width <= 64 else 128, case.causal, 1 << 20, 2)
+        assert tile is not None
+        with tiles.override({"fused": tile}):
+            outputs += found(partial(op.rectified_attention, deterministic=False), given)[0]
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
     dropped.options["dropout_p"] = 0.3
     outputs += found(op.rectified_attention, dropped)[0]
