@@ -1,4 +1,7 @@
-"""Decoding from a cache that is divided over ranks: one sum of [B, H, Tq, Dv] for each step."""
+"""Decoding from a cache that is divided over ranks: one sum of [B, H, Tq, Dv] for each step.
+
+With `normalise` that sum has one column more, of row sums.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -3,9 +3,11 @@
 A sequence over R ranks is 2R chunks, of which rank r holds number r and number 2R - 1 - r: its
 *shard*, [..., 2c, ...] with c tokens in a chunk. `gather` makes the whole sequence of all shards,
 `scatter_sum` adds whole tensors up and leaves each rank its shard of the sum. Sums are float32 at
-least; other traffic has the dtype of the tensors.
+least; other traffic has the dtype of the tensors. Several tensors that are summed travel side by
+side, in one collective.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,17 +30,25 @@ def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     return whole
 
 
-def scatter_sum(whole: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's shard [..., 2c, ...] of the sum over the ranks of [..., 2Rc, ...]."""
-    shard: Tensor = _ScatterSum.apply(whole, dim, group)  # type: ignore[no-untyped-call]
-    return shard
+def scatter_sum(
+    wholes: Sequence[Tensor], dim: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, ...]:
+    """This rank's shards [..., 2c, ..., w] of the sums over the ranks of [..., 2Rc, ..., w].
+
+    The tensors differ in their last dimension alone, which is not `dim`, and in their dtypes.
+    """
+    shards: tuple[Tensor, ...] = _ScatterSum.apply(dim, group, *wholes)  # type: ignore[no-untyped-call]
+    return shards
 
 
-def add_up(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' tensors, on every rank, without gradient."""
-    total = torch.clone(wide(tensor), memory_format=torch.contiguous_format)
+def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
+    """The sums of the ranks' tensors [..., w], on every rank, without gradient.
+
+    The tensors differ in their last dimension alone, and in their dtypes.
+    """
+    total = wide(torch.cat(list(tensors), dim=-1))
     dist.all_reduce(total, group=group)
-    return total
+    return torch.split(total, [each.shape[-1] for each in tensors], dim=-1)
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -68,14 +78,33 @@ class _Gather(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.dim, ctx.group, ctx.dtype = dim, group, whole.dtype
-        return _reduce_scatter(wide(whole), dim, group)
+    def forward(
+        ctx: Any, dim: int, group: dist.ProcessGroup | None, *wholes: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.group = dim, group
+        ctx.dtypes = [each.dtype for each in wholes]
+        total = _reduce_scatter(wide(_side_by_side(wholes)), dim, group)
+        return torch.split(total, [each.shape[-1] for each in wholes], dim=-1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad.to(ctx.dtype), ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Nothing is added here: as bytes, each gradient keeps its own dtype.
+        sent = [
+            grad.to(dtype).contiguous().view(torch.uint8)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
+        received = _all_gather(_side_by_side(sent), ctx.dim, ctx.group)
+        pieces = torch.split(received, [each.shape[-1] for each in sent], dim=-1)
+        found = (
+            piece.contiguous().view(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True)
+        )
+        return None, None, *found
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor [..., all w] in the widest of the dtypes; of a single one no copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
 
 
 def _all_gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:

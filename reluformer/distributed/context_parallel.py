@@ -75,7 +75,8 @@ def attention(
     causal        a token sees itself and what came before it in the whole sequence
     key_lengths   [B] int, the same on all ranks: tokens of the whole sequence that can be seen
     move          what travels. "keys": keys and values are gathered, and their gradients summed;
-                  "queries": queries are gathered and partial outputs summed in float32
+                  "queries": queries are gathered and partial outputs summed in float32,
+                  with `normalise` together with partial row sums
     return_stats  also return the statistics of this shard's rows, with move="keys" only
 
     scale, dropout_p, impl and the options are those of `reluformer.attention`; what is dropped is
@@ -185,14 +186,14 @@ def _move_queries(
         if rules.causal
         else [_Piece(slice(None), keys.shard_length, False)]
     )
-    sums = torch.cat(
-        [parts.read(rule, _cut(part, piece, lengths), impl) for piece in pieces], dim=2
-    )
+    reads = [parts.read(rule, _cut(part, piece, lengths), impl) for piece in pieces]
+    sums = [torch.cat(each, dim=2) for each in zip(*reads, strict=True)]
     # The rows before this rank's first key see none of its keys.
-    before = part.q.shape[2] - sums.shape[2]
-    total = scatter_sum(functional.pad(sums, (0, 0, before, 0)), 2, sequence.group)
+    before = part.q.shape[2] - sums[0].shape[2]
+    padded = [functional.pad(each, (0, 0, before, 0)) for each in sums]
+    totals = scatter_sum(padded, 2, sequence.group)
     n = _visible(rules, sequence, keys, call.q.device)
-    return parts.finish(row, options, total, n, call.q.dtype)
+    return parts.finish(row, options, totals, n, call.q.dtype)
 
 
 def _causal_pieces(sequence: ShardedSequence) -> list[_Piece]:

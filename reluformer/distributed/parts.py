@@ -2,7 +2,9 @@
 
 With weights c_i f(s_ij), the sum of f(s_ij) v_j over the keys can be taken part by part, in any
 order, wherever the keys are; c_i, which needs the number of all keys that row i sees, multiplies
-the total. No maximum or logarithm of a sum has to be merged.
+the total. No maximum or logarithm of a sum has to be merged. A rule that divides rows by their sums
+(`Rectified.normalise`) also needs the sum of f(s_ij), which adds up in the same way: the division
+comes once, behind both totals.
 """
 
 from collections.abc import Mapping
@@ -60,11 +62,6 @@ def rule_of(row: Attention, options: Mapping[str, Any]) -> Rectified:
     """The rule of an additive attention with its options."""
     rule = row.weigh_with(options)
     assert isinstance(rule, Rectified)
-    if rule.normalise is not None:
-        raise UserError(
-            "normalise must be None over several ranks, whose parts are added undivided, "
-            f"got {rule.normalise}"
-        )
     return rule
 
 
@@ -75,36 +72,52 @@ def directions(row: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def read(rule: Rectified, call: Call, impl: str) -> Tensor:
-    """sum_j f(s_ij) v_j over the call's keys, [B, H, Tq, Dv]: the output without its scale c_i."""
+def read(rule: Rectified, call: Call, impl: str) -> tuple[Tensor, ...]:
+    """sum_j f(s_ij) v_j over the call's keys, [B, H, Tq, Dv]: the output without its scale c_i.
+
+    If the rule divides by row sums, then also sum_j f(s_ij), [B, H, Tq, 1] in float32 or wider and
+    before dropout.
+    """
     q, k, v = call.q, call.k, call.v
     if q.dtype == torch.float16:
         # Not yet divided, sums over long contexts leave its range.
         q, k, v = q.float(), k.float(), v.float()
-    return (
-        lookup("relu")
-        .attend(
-            q,
-            k,
-            v,
-            mask=call.visibility.mask,
-            causal=call.visibility.causal,
-            key_lengths=call.visibility.key_lengths,
-            scale=call.scale,
-            dropout_p=call.dropout_p,
-            impl=impl,
-            length_exponent=0.0,
-            power=rule.power,
-            threshold=rule.threshold,
-            negative_slope=rule.negative_slope,
-        )
-        .output
+    result = lookup("relu").attend(
+        q,
+        k,
+        v,
+        mask=call.visibility.mask,
+        causal=call.visibility.causal,
+        key_lengths=call.visibility.key_lengths,
+        scale=call.scale,
+        dropout_p=call.dropout_p,
+        impl=impl,
+        return_sums=None if rule.normalise is None else "row_sum",
+        length_exponent=0.0,
+        power=rule.power,
+        threshold=rule.threshold,
+        negative_slope=rule.negative_slope,
     )
+    if result.sums is None:
+        return (result.output,)
+    return result.output, result.sums.row_sum.unsqueeze(-1)
 
 
 def finish(
-    row: Attention, options: Mapping[str, Any], sums: Tensor, n: Tensor, dtype: torch.dtype
+    row: Attention,
+    options: Mapping[str, Any],
+    sums: tuple[Tensor, ...],
+    n: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The output [B, H, Tq, Dv] from the sums over all keys and n, broadcastable to [B, H, Tq]."""
-    scale = rule_of(row, options).scale_of(n.to(sums.dtype).unsqueeze(-1))
-    return row.finish_with(sums * scale, options).to(dtype)
+    """The output [B, H, Tq, Dv] from what `read` sums, over all keys.
+
+    n, the number of keys that a row sees in all, is broadcastable to [B, H, Tq].
+    """
+    rule = rule_of(row, options)
+    output, *row_sum = sums
+    scale = rule.scale_of(n.to(output.dtype).unsqueeze(-1))
+    output = output * scale
+    if rule.normalise is not None:
+        output = output / (row_sum[0] * scale + rule.normalise)
+    return row.finish_with(output, options).to(dtype)

@@ -1,6 +1,7 @@
 """Sharded attention on the device, with the fused kernels and NCCL. `pytest -m gpu`."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,19 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
+DIVIDED: dict[str, Any] = {"power": 4, "normalise": 1e-2}
+
+
+@pytest.mark.parametrize("options", [{}, DIVIDED], ids=["plain", "divided"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("move", ["keys", "queries"])
-def test_matches_the_reference(sequence: ShardedSequence, move: str, causal: bool) -> None:
+def test_matches_the_reference(
+    sequence: ShardedSequence, move: str, causal: bool, options: dict[str, Any]
+) -> None:
     whole = inputs()
     gamma = torch.linspace(0.5, 1.5, 8, device="cuda", requires_grad=True)
     lengths = torch.tensor([LENGTH, 613], device="cuda")
-    expected = attention("relu", *whole, causal=causal, key_lengths=lengths, gamma=gamma)
+    expected = attention("relu", *whole, causal=causal, key_lengths=lengths, gamma=gamma, **options)
     weights = torch.randn_like(expected)
     wanted = torch.autograd.grad((expected * weights).sum(), [*whole, gamma])
     shards = [sequence.shard(each.detach().bfloat16(), 2).requires_grad_() for each in whole]
@@ -57,6 +64,7 @@ def test_matches_the_reference(sequence: ShardedSequence, move: str, causal: boo
         gamma=gamma,
         move=move,
         impl="triton",
+        **options,
     )
     assert error(sequence.unshard(output, 2), expected) < 6e-3
     loss = (output * sequence.shard(weights, 2)).sum()
@@ -66,9 +74,10 @@ def test_matches_the_reference(sequence: ShardedSequence, move: str, causal: boo
     assert error(found[3], wanted[3]) < 1.2e-2
 
 
-def test_decoding(sequence: ShardedSequence) -> None:
+@pytest.mark.parametrize("options", [{}, DIVIDED], ids=["plain", "divided"])
+def test_decoding(sequence: ShardedSequence, options: dict[str, Any]) -> None:
     q, k, v = (each.detach().bfloat16() for each in inputs())
     cache, shards = ShardedCache(), [sequence.shard(each, 2) for each in (k, v)]
     cache.fill(*shards, sequence)
-    expected = attention("relu", *(each.double() for each in (q[:, :, -1:], k, v)))
-    assert error(cache.attend("relu", q[:, :, -1:], impl="triton"), expected) < 6e-3
+    expected = attention("relu", *(each.double() for each in (q[:, :, -1:], k, v)), **options)
+    assert error(cache.attend("relu", q[:, :, -1:], impl="triton", **options), expected) < 6e-3
