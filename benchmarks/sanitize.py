@@ -86,12 +86,14 @@ def work(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
     outputs += test_op._varlen(dtype)["found"][:1]
     for case in test_decode.CASES:
         given = exact(arguments(case, dtype, device))
-        outputs.append(test_decode.decoded(given, tiles.Tile(16, 32, 4, 2)))
+        outputs += test_decode.results(given, tiles.Tile(16, 32, 4, 2))
     for queries in (1, 5):
         q = torch.randn(3, 8, queries, 64, device=device).to(dtype)
         for bounds in (False, True):
             cache = test_decode_gpu.filled(64, bounds, dtype)
-            outputs.append(decode_attention(q, cache, threshold=0.3, impl="triton"))
+            for normalise in (None, 0.01):
+                options = {"threshold": 0.3, "normalise": normalise}
+                outputs.append(decode_attention(q, cache, impl="triton", **options))
     torch.cuda.synchronize()
     assert all(bool(each.isfinite().all()) for each in outputs)
     return len(outputs)

@@ -238,20 +238,22 @@ def decode_attention(
     length_exponent: float = 0.5,
     power: int = 1,
     threshold: float | Tensor = 0.0,
+    normalise: float | None = None,
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """`relu_attention` from the newest tokens q [B, H, Tq, D] to a cache: [B, H, Tq, Dv].
 
     The cache holds those tokens too: row i stands at key length - Tq + i of its sequence, and sees
-    the keys up to there, or with `causal` off all keys. A sequence without keys gives zeros. `impl`
-    is "triton", "reference" (eager, on copies of all pages) or "auto", the former where it can run.
-    The Triton kernel reads neither values without weight nor, with bounds, pages without weight; it
-    is meant for few rows and has no gradients.
+    the keys up to there, or with `causal` off all keys. A sequence without keys gives zeros. The
+    other options are those of `relu_attention`. `impl` is "triton", "reference" (eager, on copies
+    of all pages) or "auto", the former where it can run. The Triton kernel reads neither values
+    without weight nor, with bounds, pages without weight; it is meant for few rows and has no
+    gradients.
     """
     _check_queries(q, cache)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    rule = Rectified(gamma, length_exponent, power, threshold)
+    rule = Rectified(gamma, length_exponent, power, threshold, normalise=normalise)
     for name, value in (("gamma", gamma), ("threshold", threshold)):
         if isinstance(value, Tensor) and value.shape not in ((), (q.shape[1],)):
             raise UserError(
@@ -267,8 +269,8 @@ def decode_attention(
     keys, values = cache.dense()
     return relu_attention(
         q, keys, values, mask=_visible(q, cache, keys.shape[2], causal), gamma=gamma,
-        length_exponent=length_exponent, power=power, threshold=threshold, scale=scale,
-        impl="reference",
+        length_exponent=length_exponent, power=power, threshold=threshold,
+        normalise=normalise, scale=scale, impl="reference",
     )  # fmt: skip
 
 

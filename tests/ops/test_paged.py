@@ -33,8 +33,8 @@ def one_by_one(q: Tensor, parts: list[list[tuple[Tensor, Tensor]]], **options: A
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_pages_hold_what_was_appended(causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "normalise"), [(True, 0.01), (False, None)])
+def test_pages_hold_what_was_appended(causal: bool, normalise: float | None) -> None:
     cache = PagedCache(3, 2, 8, pages=9, page_size=16, bounds=True)
     parts: list[list[tuple[Tensor, Tensor]]] = [[], [], []]
     for counts in ([20, 3, 0], [1, 1, 1], [15, 0, 33], [1, 1, 1]):
@@ -44,7 +44,9 @@ def test_pages_hold_what_was_appended(causal: bool) -> None:
             parts[row].append((keys[row, :, :count], values[row, :, :count]))
     assert cache.lengths.tolist() == [37, 5, 35]
     q = torch.randn(3, 4, 3, 8)
-    options: dict[str, Any] = {"gamma": torch.rand(4) + 0.5, "threshold": -0.2, "power": 2}
+    options: dict[str, Any] = {
+        "gamma": torch.rand(4) + 0.5, "threshold": -0.2, "power": 2, "normalise": normalise
+    }  # fmt: skip
     found = decode_attention(q, cache, causal=causal, **options)
     torch.testing.assert_close(found, one_by_one(q, parts, causal=causal, **options))
 
@@ -53,9 +55,10 @@ def test_a_sequence_without_keys_gives_zeros() -> None:
     cache = PagedCache(2, 1, 8, pages=2, page_size=16)
     keys, values = tokens([4, 0], kv_heads=1)
     cache.append(keys, values, [4, 0])
-    out = decode_attention(torch.randn(2, 2, 1, 8), cache)
-    assert out[0].any()
-    assert not out[1].any()
+    for normalise in (None, 0.1):
+        out = decode_attention(torch.randn(2, 2, 1, 8), cache, threshold=-1.0, normalise=normalise)
+        assert out[0].any()
+        assert not out[1].any()
 
 
 def test_pages_given_back_are_used_again_with_fresh_bounds() -> None:
@@ -156,6 +159,7 @@ def test_refuses_tokens_that_do_not_fit() -> None:
         ((2, 3, 1, 8), {}, "multiple of the cache's 2, got 3"),
         ((2, 4, 1, 8), {"gamma": torch.ones(3)}, "gamma must be a number or a tensor"),
         ((2, 4, 1, 8), {"gamma": -1.0}, "gamma must be a finite number greater than 0"),
+        ((2, 4, 1, 8), {"normalise": 0.0}, "normalise must be a finite number above 0"),
         ((2, 4, 1, 8), {"impl": "fast"}, "impl must be one of auto, triton, reference, got 'fast'"),
     ],
 )

@@ -3,7 +3,8 @@
 One program owns the query rows that share a key/value head (the heads of its group, times tokens or
 beams) and every `splits`-th unit of keys. Weights need no normaliser that depends on all keys, so
 the partial sums of the splits only have to be added, which `combine_kernel` does in fixed order.
-A unit is a tile of contiguous keys, or a page where keys and values lie in pages.
+That holds for row sums too, by which a rule may divide afterwards. A unit is a tile of contiguous
+keys, or a page where keys and values lie in pages.
 
 What only a rectified weight allows: value rows whose weights are zero for all rows of the program
 are never read, nor are pages whose largest possible score does not reach the threshold. Both leave
@@ -15,6 +16,7 @@ import triton.language as tl
 
 from reluformer.ops.triton.parts import (
     LENGTH_DEPENDENT,
+    folded,
     head_threshold,
     key_range,
     raised,
@@ -110,7 +112,9 @@ def decode_kernel(
     v,
     out,
     partial,
+    partial_sum,
     partial_count,
+    row_sum,
     count,
     gamma,
     threshold,
@@ -168,6 +172,7 @@ def decode_kernel(
     HAS_THRESHOLD: tl.constexpr,
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
+    ROW_SUMS: tl.constexpr,
     SKIP_VALUES: tl.constexpr,
     SKIP_PAGES: tl.constexpr,
     PTX: tl.constexpr,
@@ -175,7 +180,8 @@ def decode_kernel(
 ):
     """Output of the rows if there is one split, else this split's part of it.
 
-    partial [splits, B, H, Tq, DV] and partial_count [splits, B, H, Tq]; live [programs, room].
+    partial [splits, B, H, Tq, DV], partial_sum and partial_count [splits, B, H, Tq]; live
+    [programs, room].
     """
     row_tiles = tl.cdiv(group * q_length, ROWS)
     program = tl.program_id(0)
@@ -219,6 +225,7 @@ def decode_kernel(
             stride_pt, stride_eb, stride_eh, scale, slack, 32, D_PAD, D, PRESCALE, PRECISION,
         )  # fmt: skip
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    total = tl.zeros([ROWS, KEYS // 4 if ROW_SUMS else 1], tl.float32)
     seen_total = tl.zeros([ROWS], tl.int32)
     for at in tl.range(0, own * TILES):
         unit = tl.load(live + at // TILES) if SKIP_PAGES else first + at // TILES * splits
@@ -239,10 +246,13 @@ def decode_kernel(
         score = tl.where(seen, score, 0.0)
         if HAS_MASK:
             seen_total += tl.sum(seen.to(tl.int32), 1)
-        if POWER > 1:
-            weight = raised(tl.maximum(score, 0.0), POWER).to(v.dtype.element_ty)
-        else:
+        exact = raised(tl.maximum(score, 0.0), POWER)
+        weight = exact.to(v.dtype.element_ty)
+        if POWER == 1:
             weight = rectified(score, v.dtype.element_ty, PTX)
+        if ROW_SUMS:
+            # Of weights that are not rounded; what is skipped below would add zeros.
+            total += folded(exact, ROWS, KEYS)
         if SKIP_VALUES:
             # Not "> 0": a weight that is no number must stay visible.
             read = tl.max((weight != 0.0).to(tl.int32), 0)
@@ -255,12 +265,15 @@ def decode_kernel(
                            DV_PAD, DV)  # fmt: skip
             acc = tl.dot(weight, v_tile, acc, input_precision=PRECISION)
 
+    sums = tl.sum(total, 1)
     wide = tl.arange(0, DV_PAD)
     inside = valid[:, None] & (wide < DV)[None, :]
     index = (b.to(tl.int64) * kv_heads * group + head) * q_length + token
     if splits > 1:
         index += split.to(tl.int64) * batches * kv_heads * group * q_length
         tl.store(partial + index[:, None] * DV + wide[None, :], acc, mask=inside)
+        if ROW_SUMS:
+            tl.store(partial_sum + index, sums, mask=valid)
         if HAS_MASK:
             tl.store(partial_count + index, seen_total.to(tl.float32), mask=valid)
     else:
@@ -276,13 +289,17 @@ def decode_kernel(
             (acc * factor[:, None]).to(q_tile.dtype),
             mask=inside,
         )
+        if ROW_SUMS:
+            tl.store(row_sum + index, sums * factor, mask=valid)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def combine_kernel(
     partial,
+    partial_sum,
     partial_count,
     out,
+    row_sum,
     count,
     gamma,
     lengths,
@@ -306,6 +323,7 @@ def combine_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    ROW_SUMS: tl.constexpr,
 ):
     """One output row: the sum of its parts, always in the same order, times its factor."""
     index = tl.program_id(0)
@@ -316,6 +334,7 @@ def combine_kernel(
     step = batches.to(tl.int64) * heads * q_length
     acc = tl.zeros([DV_PAD], tl.float32)
     n = tl.zeros([1], tl.float32)
+    total = tl.zeros([1], tl.float32)
     for start in tl.range(0, splits, AT_ONCE):
         part = start + tl.arange(0, AT_ONCE)
         row = part * step + index
@@ -325,6 +344,8 @@ def combine_kernel(
             other=0.0,
         )
         acc += tl.sum(parts, 0)
+        if ROW_SUMS:
+            total += tl.sum(tl.load(partial_sum + row, mask=part < splits, other=0.0), 0)
         if HAS_MASK:
             n += tl.sum(tl.load(partial_count + row, mask=part < splits, other=0.0), 0)
     one = tl.arange(0, 1)
@@ -339,3 +360,5 @@ def combine_kernel(
     factor = row_factor(n, unit_factor, gamma, h, length_exponent, HAS_GAMMA)
     places = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + token * stride_ot
     tl.store(out + places + wide, (acc * factor).to(out.dtype.element_ty), mask=wide < DV)
+    if ROW_SUMS:
+        tl.store(row_sum + index + one, total * factor)

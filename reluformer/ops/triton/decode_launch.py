@@ -59,8 +59,11 @@ def suits(problem: Problem) -> bool:
     return queries <= MOST_QUERIES and idle and not problem.packed and problem.dropout_p == 0
 
 
-def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor | None]:
-    """Output [B, H, Tq, DV], and with a mask how many keys each row sees, [B, H, Tq].
+def decode(
+    problem: Problem, pages: Pages | None = None, *, row_sums: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output [B, H, Tq, DV]; on request row sums, and with a mask how many keys each row sees, both
+    [B, H, Tq] or None.
 
     With `pages` row i of a sequence of n keys stands at key n - Tq + i, `key_lengths` says n and
     `max_k` how many keys the table has room for.
@@ -68,8 +71,12 @@ def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor
     q, v = problem.q, problem.v
     out = empty_heads(q, v.shape[-1], zero=False)
     count = row_values(q, packed=False) if problem.mask is not None else None
+    row_sum = row_values(q, packed=False) if row_sums else None
     if out.numel() == 0 or problem.max_k == 0 or problem.k.numel() == 0:
-        return out.zero_(), None if count is None else count.zero_()
+        for each in (out, row_sum, count):
+            if each is not None:
+                each.zero_()
+        return out, row_sum, count
     tile = _tile(problem, pages is not None)
     split = _split(problem, tile, pages)
     live = None
@@ -77,15 +84,18 @@ def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor
     # Without a split they are empty, but there: the kernel is the same.
     parts = (split.splits if split.splits > 1 else 0, *q.shape[:3])
     partial = q.new_empty((*parts, v.shape[-1]), dtype=torch.float32)
-    partial_count = None if count is None else q.new_empty(parts, dtype=torch.float32)
+    partial_sum, partial_count = (
+        None if each is None else q.new_empty(parts, dtype=torch.float32)
+        for each in (row_sum, count)
+    )
     if pages is not None and pages.key_min is not None:
         live = q.new_empty((split.programs(problem), room), dtype=torch.int32)
-    first, second = _prepared(problem, pages, tile, split)
+    first, second = _prepared(problem, pages, tile, split, row_sums)
     first(
         split.programs(problem),
         [
-            q, problem.k, v, out, partial, partial_count, count, *problem.optional[:4],
-            *(pages or (None, None, None)), live,
+            q, problem.k, v, out, partial, partial_sum, partial_count, row_sum, count,
+            *problem.optional[:4], *(pages or (None, None, None)), live,
             *_numbers(problem, pages, out, split.splits, room),
         ],
     )  # fmt: skip
@@ -93,12 +103,12 @@ def decode(problem: Problem, pages: Pages | None = None) -> tuple[Tensor, Tensor
         second(
             q.shape[0] * q.shape[1] * q.shape[2],
             [
-                partial, partial_count, out, count, problem.gamma, problem.key_lengths,
-                *out.stride()[:3], q.shape[0], q.shape[1], problem.max_q, problem.max_k,
-                problem.window, split.splits, problem.unit, problem.length_exponent,
+                partial, partial_sum, partial_count, out, row_sum, count, problem.gamma,
+                problem.key_lengths, *out.stride()[:3], q.shape[0], q.shape[1], problem.max_q,
+                problem.max_k, problem.window, split.splits, problem.unit, problem.length_exponent,
             ],
         )  # fmt: skip
-    return out, count
+    return out, row_sum, count
 
 
 def _tile(problem: Problem, paged: bool) -> tiles.Tile:
@@ -174,10 +184,10 @@ def slack(q: Tensor) -> float:
 
 
 def _prepared(
-    problem: Problem, pages: Pages | None, tile: tiles.Tile, split: Split
+    problem: Problem, pages: Pages | None, tile: tiles.Tile, split: Split, row_sums: bool
 ) -> tuple[Prepared, Prepared]:
     """Both launches, from memory unless this call differs in more than its lengths."""
-    key = _key(problem, pages, tile, split)
+    key = _key(problem, pages, tile, split, row_sums)
     found = tuple(LAUNCHES.get(key and (name, *key)) for name in ("decode", "combine"))
     if None not in found:
         return found
@@ -194,6 +204,7 @@ def _prepared(
             "ROWS": split.rows,
             "KEYS": split.keys,
             "PAGE": problem.k.shape[2] if pages is not None else 0,
+            "ROW_SUMS": row_sums,
             "SKIP_VALUES": tile.skip,
             "SKIP_PAGES": pages is not None and pages.key_min is not None,
         },
@@ -204,6 +215,7 @@ def _prepared(
             **{name: shared[name] for name in ("DV", "DV_PAD", *has)},
             "AT_ONCE": _PARTS,
             "PAGED": pages is not None,
+            "ROW_SUMS": row_sums,
             "num_warps": 4,
         },
     )
@@ -213,13 +225,15 @@ def _prepared(
     return first, second
 
 
-def _key(problem: Problem, pages: Pages | None, tile: tiles.Tile, split: Split) -> tuple[Any, ...]:
+def _key(
+    problem: Problem, pages: Pages | None, tile: tiles.Tile, split: Split, row_sums: bool
+) -> tuple[Any, ...]:
     """All that the two launches depend on but lengths; empty if an address is not aligned."""
     k, v, mask = problem.k, problem.v, problem.mask
     if any(each is not None and each.data_ptr() % 16 for each in (k, v, mask)):
         return ()
     numbers = (
-        tile, split[:2], *problem[10:18], k.shape[1], k.stride(), v.stride(), v.shape[-1],
+        tile, split[:2], row_sums, *problem[10:18], k.shape[1], k.stride(), v.stride(), v.shape[-1],
         k.shape[2] if pages is not None else 0,
         # The other steps of a mask change with the lengths.
         None if mask is None else problem.mask_steps()[3],

@@ -40,9 +40,9 @@ def forward(problem: Problem, statistics: int) -> Forward:
             return forward(problem, statistics)
     q, k, v = problem.q, problem.k, problem.v
     packed = problem.packed
-    if statistics == 0 and decode_launch.suits(problem):
-        out, count = decode_launch.decode(problem)
-        return out, None, None, count
+    if statistics <= 1 and decode_launch.suits(problem):
+        out, row_sum, count = decode_launch.decode(problem, row_sums=statistics == 1)
+        return out, row_sum, None, count
     out = empty_heads(q, v.shape[-1], zero=packed)
     row_sum = row_values(q, packed=packed) if statistics >= 1 else None
     log_sum = row_values(q, packed=packed) if statistics >= 2 else None
@@ -73,13 +73,18 @@ def forward(problem: Problem, statistics: int) -> Forward:
 
 
 def paged(
-    problem: Problem, table: Tensor, key_min: Tensor | None, key_max: Tensor | None
-) -> Tensor:
-    """Output of a call whose keys and values lie in pages, see `decode_launch`."""
+    problem: Problem,
+    table: Tensor,
+    key_min: Tensor | None,
+    key_max: Tensor | None,
+    row_sums: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output and, on request, row sums of a call on pages of keys and values: `decode_launch`."""
     if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
-            return paged(problem, table, key_min, key_max)
-    return decode_launch.decode(problem, decode_launch.Pages(table, key_min, key_max))[0]
+            return paged(problem, table, key_min, key_max, row_sums)
+    pages = decode_launch.Pages(table, key_min, key_max)
+    return decode_launch.decode(problem, pages, row_sums=row_sums)[:2]
 
 
 class Gradients(NamedTuple):

@@ -219,7 +219,7 @@ def paged_attention(
     those of `reluformer.ops.paged.decode_attention`.
     """
     gamma, threshold, heads = rule.gamma, rule.threshold, q.shape[1]
-    return attend_pages(
+    out, row_sum = attend_pages(
         last_contiguous(q),
         pages.keys,
         pages.values,
@@ -235,4 +235,8 @@ def paged_attention(
         float(rule.length_exponent),
         rule.power,
         causal,
+        rule.normalise is not None,
     )
+    if rule.normalise is not None:
+        out = (out.float() / (row_sum + rule.normalise).unsqueeze(-1)).to(out.dtype)
+    return out

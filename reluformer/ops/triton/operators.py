@@ -37,8 +37,8 @@ for _schema in (
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor shift)",
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
     " Tensor? key_min, Tensor? key_max, Tensor? gamma, Tensor? threshold, float scale,"
-    " float gamma_value, float threshold_value, float length_exponent, int power, bool causal)"
-    " -> Tensor",
+    " float gamma_value, float threshold_value, float length_exponent, int power, bool causal,"
+    " bool row_sums) -> (Tensor out, Tensor row_sum)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -56,7 +56,7 @@ def attend(*arguments):
 
 
 def attend_pages(*arguments):
-    """The arguments of the operator for pages; its output."""
+    """The arguments of the operator for pages; (out, row sums), None or empty if not asked for."""
     if not _plain(arguments[0]):
         return torch.ops.reluformer.paged_attention.default(*arguments)
     return _run_pages(*arguments)
@@ -151,7 +151,7 @@ def _run_backward(out, count, grad_out, grad_sum, grad_log, *rest):
 
 def _run_pages(
     q, keys, values, table, lengths, key_min, key_max, gamma, threshold, scale, gamma_value,
-    threshold_value, length_exponent, power, causal,
+    threshold_value, length_exponent, power, causal, row_sums,
 ):  # fmt: skip
     launch = _launch()
     problem = launch.Problem(
@@ -159,7 +159,7 @@ def _run_pages(
         threshold_value, length_exponent, power, causal, 0, 0.0, q.shape[2],
         table.shape[1] * keys.shape[2],
     )  # fmt: skip
-    return launch.paged(problem, table, key_min, key_max)
+    return launch.paged(problem, table, key_min, key_max, row_sums)
 
 
 def _filled(q, found):
@@ -175,6 +175,11 @@ def _fake(q, k, v, gamma, threshold, key_lengths, mask, cu_q, cu_k, seed, *rest)
     return empty_heads(q, v.shape[-1], zero=False), *_filled(q, rows)
 
 
+def _fake_pages(q, keys, values, *rest):
+    row_sum = row_values(q, packed=False) if rest[-1] else None
+    return _filled(q, (empty_heads(q, values.shape[-1], zero=False), row_sum))
+
+
 def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
     packed = rest[4] is not None
     row_dot = None if out is None else row_values(q, packed=packed)
@@ -184,7 +189,11 @@ def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
 
 
 _library.impl("rectified_attention", _run, "CompositeExplicitAutograd")
-_library.impl("paged_attention", _run_pages, "CompositeExplicitAutograd")
+_library.impl(
+    "paged_attention",
+    lambda *arguments: _filled(arguments[0], _run_pages(*arguments)),
+    "CompositeExplicitAutograd",
+)
 _library.impl(
     "rectified_attention_backward",
     lambda *arguments: _filled(arguments[5], _run_backward(*arguments)),
@@ -194,11 +203,7 @@ torch.library.register_fake("reluformer::rectified_attention", _fake, lib=_libra
 torch.library.register_fake(
     "reluformer::rectified_attention_backward", _fake_backward, lib=_library
 )
-torch.library.register_fake(
-    "reluformer::paged_attention",
-    lambda q, keys, values, *_: empty_heads(q, values.shape[-1], zero=False),
-    lib=_library,
-)
+torch.library.register_fake("reluformer::paged_attention", _fake_pages, lib=_library)
 torch.library.register_autograd(
     "reluformer::rectified_attention", _backward, setup_context=_save, lib=_library
 )

@@ -88,6 +88,8 @@ def main() -> None:
         for page in (0, 64):
             label = f"width {width}, rows {4 * rows}, page {page}"
             decode(width, rows, page)
+            label += ", with row sums"
+            decode(width, rows, page, row_sums=True)
     for width, causal in itertools.product((64, 128), (False, True)):
         label = f"width {width}, causal {causal}, power 4"
         fourth_power(width, causal, True)
@@ -113,7 +115,7 @@ def fourth_power(width: int, causal: bool, deterministic: bool) -> None:
         launch.backward(problem, grads, need_shift=deterministic)
 
 
-def decode(width: int, rows: int, page: int) -> None:
+def decode(width: int, rows: int, page: int, row_sums: bool = False) -> None:
     """One call with four query heads per key head, to pages with bounds if `page` is their size."""
     q = torch.empty(2, 8, rows, width, dtype=torch.bfloat16)
     pages = lengths = None
@@ -127,7 +129,7 @@ def decode(width: int, rows: int, page: int) -> None:
         q, k, k, None, None, lengths, None, None, None, None,
         width**-0.5, 1.0, 0.0, 0.5, 1, rows > 1, 0, 0.0, rows, 4096,
     )  # fmt: skip
-    decode_launch.decode(problem, pages)
+    decode_launch.decode(problem, pages, row_sums=row_sums)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,39 @@ SPLIT, WHOLE = Tile(16, 16, 4, 1, programs=2), Tile(16, 32, 4, 1, programs=0)
 CASES = [
     Case("one query", queries=1, keys=70),
     Case("groups", batch=2, heads=6, queries=3, causal=True, gamma=True, threshold=(0.4, -0.3) * 3),
-    Case("more rows than a tile", heads=20, kv_heads=1, queries=2, causal=True),
-    Case("mask, one row blind", heads=4, queries=5, mask=(1, 1, 5, 45), gamma=True, threshold=-0.1),
+    Case("more rows than a tile", heads=20, kv_heads=1, queries=2, causal=True, statistics=1),
+    Case(
+        "mask, one row blind",
+        heads=4,
+        queries=5,
+        mask=(1, 1, 5, 45),
+        gamma=True,
+        threshold=-0.1,
+        statistics=1,
+    ),
     Case("mask of heads", batch=2, queries=2, mask=(2, 2, 2, 45), power=2),
-    Case("padding, nothing", batch=2, queries=2, key_lengths=(0, 40), power=2, threshold=-0.2),
-    Case("power three", heads=4, queries=3, power=3, gamma=True, threshold=-3.0, causal=True),
-    Case("power four", queries=2, power=4, threshold=(-4.0, 0.2), mask=(1, 1, 2, 45)),
+    Case(
+        "padding, nothing",
+        batch=2,
+        queries=2,
+        key_lengths=(0, 40),
+        power=2,
+        threshold=-0.2,
+        statistics=1,
+    ),
+    Case(
+        "power three",
+        heads=4,
+        queries=3,
+        power=3,
+        gamma=True,
+        threshold=-3.0,
+        causal=True,
+        statistics=1,
+    ),
+    Case("power four", queries=2, power=4, threshold=(-4.0, 0.2), mask=(1, 1, 2, 45), statistics=1),
     Case("causal padding", batch=2, queries=4, key_lengths=(45, 43), causal=True),
-    Case("causal window", queries=4, keys=90, window=20, causal=True),
+    Case("causal window", queries=4, keys=90, window=20, causal=True, statistics=1),
     Case("window", queries=3, keys=50, window=7, length_exponent=1.0),
     Case("fewer keys than queries", queries=9, keys=5, causal=True),
     Case("widths", queries=2, width=96, value_width=32, length_exponent=0.0),
@@ -37,7 +62,12 @@ CASES = [
 
 
 def decoded(given: Arguments, tile: Tile) -> Tensor:
-    """The output of the decoding kernel, which must be the one that runs."""
+    """The output of the decoding kernel."""
+    return results(given, tile)[0]
+
+
+def results(given: Arguments, tile: Tile) -> list[Tensor]:
+    """Output and, on request, row sums of the decoding kernel, which must be the one that runs."""
     q, k, v = (given.leaves[name].detach() for name in "qkv")
     options = {
         name: value.detach() if isinstance(value, Tensor) else value
@@ -45,9 +75,9 @@ def decoded(given: Arguments, tile: Tile) -> Tensor:
     }
     launcher.LAUNCHES.clear()
     with tiles.override({"decode": tile}):
-        out, _, _ = op.rectified_attention(q, k, v, **options)
+        found = op.rectified_attention(q, k, v, **options)
     assert {key[0] for key in launcher.LAUNCHES} == {"decode", "combine"}
-    return out
+    return [each for each in found if each is not None]
 
 
 @on_cpu
@@ -58,7 +88,8 @@ def test_matches_the_formula(at: int) -> None:
     for tile in (
         (SPLIT, WHOLE) if CASES[at].mask is not None else (WHOLE if at % 3 == 2 else SPLIT,)
     ):
-        assert error(decoded(given, tile), expected(given)[0][0]) <= 1e-6
+        for found, wanted in zip(results(given, tile), expected(given)[0], strict=True):
+            assert error(found, wanted) <= 1e-6
 
 
 @on_cpu
@@ -71,7 +102,7 @@ def test_float16() -> None:
 @on_cpu
 @pytest.mark.parametrize("mask", [None, (1, 2, 3, 45)], ids=["plain", "mask"])
 def test_gradients_pass_through(mask: tuple[int, ...] | None) -> None:
-    case = Case("gradients", queries=3, mask=mask, gamma=True, threshold=(0.1, -0.1))
+    case = Case("gradients", queries=3, mask=mask, gamma=True, threshold=(0.1, -0.1), statistics=1)
     with tiles.override(
         {"decode": SPLIT, **dict.fromkeys(("keys", "queries"), Tile(16, 16, 4, 1))}
     ):
@@ -107,12 +138,22 @@ def test_a_growing_cache_prepares_nothing_twice() -> None:
 
 
 @on_cpu
-def test_models_decode_with_it() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"power": 4, "normalise": 0.01}], ids=["plain", "normalised"]
+)
+def test_models_decode_with_it(options: dict[str, float]) -> None:
     found = []
     for impl in ("reference", "triton"):
         torch.manual_seed(0)
         model = ReLUFormer(
-            small(width=32, heads=2, encoder_layers=1, decoder_layers=1, attention_impl=impl)
+            small(
+                width=32,
+                heads=2,
+                encoder_layers=1,
+                decoder_layers=1,
+                attention_impl=impl,
+                attention_options=options,
+            )  # fmt: skip
         ).eval()
         launcher.LAUNCHES.clear()
         with tiles.override({"decode": SPLIT}):
@@ -209,7 +250,7 @@ def test_pages(page_size: int, bounds: bool, rows: int, causal: bool, tile: Tile
     q = torch.randn(3, 4, rows, 16)
     options: dict[str, Any] = {
         "gamma": torch.rand(4) + 0.5, "threshold": torch.tensor([0.3, -0.2, 0.0, 0.5]),
-        "power": rows + 1, "causal": causal,
+        "power": rows + 1, "causal": causal, "normalise": 0.01 if rows > 1 else None,
     }  # fmt: skip
     with tiles.override({"decode": tile}):
         found = decode_attention(q, cache, impl="triton", **options)
@@ -263,7 +304,10 @@ def test_leaving_pages_out_changes_no_bit(
     q = torch.randn(1, 1, 1, 16).to(dtype)
     scores = (q.float() @ keys.float().transpose(-2, -1)).flatten().sort().values * 0.25
     threshold = float(scores[1 if negative else 3])
-    options: dict[str, Any] = {"threshold": threshold, "scale": 0.25, "power": power}
+    options: dict[str, Any] = {
+        "threshold": threshold, "scale": 0.25, "power": power,
+        "normalise": 0.01 if power == 4 else None,
+    }  # fmt: skip
     with tiles.override({"decode": Tile(16, 16, 4, 1)}):
         found = decode_attention(q, cache, impl="triton", **options)
     assert found.any()
@@ -303,11 +347,13 @@ def test_append_stores_what_the_reference_stores(bounds: bool) -> None:
 
 
 @on_cpu
-def test_operator_for_pages_is_well_formed() -> None:
+@pytest.mark.parametrize("row_sums", [False, True])
+def test_operator_for_pages_is_well_formed(row_sums: bool) -> None:
     cache = cache_of([20, 7], bounds=True)
     torch.library.opcheck(
         torch.ops.reluformer.paged_attention.default,
         (torch.randn(2, 4, 2, 16), cache.keys, cache.values, cache.table, cache.lengths,
-         cache.key_min, cache.key_max, torch.ones(4), None, 0.25, 1.0, 0.1, 0.5, 1, True),
+         cache.key_min, cache.key_max, torch.ones(4), None, 0.25, 1.0, 0.1, 0.5, 1, True,
+         row_sums),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
