@@ -132,16 +132,24 @@ def clean(run: Path) -> None:
     remove_partials(run / CHECKPOINTS)
 
 
+def finished_model(folder: Path) -> Path | None:
+    """Where a run's finished model lies: in its folder, or the folder itself; None if nowhere."""
+    for finished in (folder, folder / MODEL):
+        if (finished / CONFIG).is_file():
+            return finished
+    return None
+
+
 def load_run(folder: Path | str) -> LoadedRun:
     """The model in a run's folder: the finished one, or else that of the newest checkpoint.
 
     `folder` may also be a finished model or one checkpoint.
     """
     folder = Path(folder)
-    for finished in (folder, folder / MODEL):
-        if (finished / CONFIG).is_file():
-            model = ReLUFormer.from_pretrained(finished)
-            return LoadedRun(model, *_beside(finished), step=None)
+    finished = finished_model(folder)
+    if finished is not None:
+        model = ReLUFormer.from_pretrained(finished)
+        return LoadedRun(model, *_beside(finished), step=None)
     run, checkpoints = folder, steps(folder)
     if (folder / STATE).is_file():
         run, checkpoints = folder.parent.parent, [_state(folder).step]

@@ -103,6 +103,9 @@ class TrainConfig:
     """How it is learnt."""
 
     steps: int = 100_000
+    start_from: str | None = None
+    """A run's folder whose finished weights this run begins with, for instance one trained on
+    shorter examples. Gamma is one of them and is then not calibrated."""
     seed: int = 1
     batch_tokens: int = 4096
     """Ids of a batch on its longer side, padding included, over all processes together."""

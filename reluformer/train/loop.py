@@ -28,7 +28,7 @@ from reluformer.train.learner import compiles, replays
 from reluformer.train.metrics import Metrics
 from reluformer.train.report import Reporter, reporter
 from reluformer.train.schedule import learning_rate, step_seed
-from reluformer.train.start import autocast, begin, torch_settings
+from reluformer.train.start import autocast, begin, newest_step, take_weights, torch_settings
 from reluformer.train.statistics import Attention, IntervalLosses, Meter
 from reluformer.train.step import Objective
 
@@ -63,6 +63,8 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
     torch.manual_seed(config.seed)
     # Settings that cannot work are refused here, before anything is written.
     model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size))
+    if config.start_from is not None and newest_step(run, group) == 0:
+        take_weights(model, recipe, data)
     with ExitStack() as stack:
         if group.main:
             stack.enter_context(folder.locked(run))
@@ -261,6 +263,8 @@ class _Loop:
         if self.state.step:
             self.listener.say(f"resuming after step {self.state.step}")
         else:
+            if self.config.start_from is not None:
+                self.listener.say(f"beginning with the weights of {self.config.start_from}")
             self.listener.say(f"attention at the start | {_show(attention)}")
             self._write({"step": 0, "attention": _plain(attention)})
 

@@ -1,4 +1,5 @@
-"""How a start of a run begins: from a calibrated fresh model, or from its newest checkpoint."""
+"""How a start of a run begins: from its newest checkpoint, a calibrated fresh model, or another
+run's finished one."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,8 +11,9 @@ import torch
 
 from reluformer import checkpoint
 from reluformer.checkpoint import RunState
+from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
-from reluformer.model.pretrained import load_tensors
+from reluformer.model.pretrained import WEIGHTS, distinct_tensors, load_tensors
 from reluformer.model.scale import Gamma
 from reluformer.recipe import Recipe, TrainConfig
 from reluformer.train.data import TrainingData, calibration_batches
@@ -30,18 +32,48 @@ class Beginning(NamedTuple):
     learner: Learner
     state: RunState
     attention: Attention
-    """What the attentions of a fresh model do; empty in a resumed run."""
+    """What the attentions do before the first step; empty in a resumed run."""
+
+
+def newest_step(run: Path, group: Processes) -> int:
+    """Step of the checkpoint to continue from, 0 if there is none.
+
+    All processes continue from the checkpoint that the main one sees.
+    """
+    newest = torch.tensor(max(checkpoint.steps(run), default=0) if group.main else 0)
+    return int(group.add(newest.to(group.device)))
+
+
+def take_weights(model: ReLUFormer, recipe: Recipe, data: TrainingData) -> None:
+    """Put the finished weights of the run that `train.start_from` names into `model`.
+
+    Every process reads them, as every process reads a checkpoint.
+    """
+    folder = recipe.train.start_from
+    assert folder is not None
+    finished = checkpoint.finished_model(Path(folder))
+    if finished is None:
+        raise UserError(f"train.start_from must be a run with a finished model, got {folder!r}")
+    found = checkpoint.load_run(finished)
+    if found.tokenizer.sha256 != data.tokenizer.sha256:
+        raise UserError(
+            f"train.start_from {folder} was trained with another tokenizer than that of "
+            f"data.source {recipe.data.source}: their checksums are "
+            f"{found.tokenizer.sha256[:16]} and {data.tokenizer.sha256[:16]}"
+        )
+    try:
+        load_tensors(model, distinct_tensors(found.model), finished / WEIGHTS)
+    except UserError as error:
+        raise UserError(f"train.start_from {error}") from None
 
 
 def begin(
     recipe: Recipe, run: Path, group: Processes, data: TrainingData, model: ReLUFormer
 ) -> Beginning:
-    """Put the newest checkpoint into the freshly made `model`, or calibrate it."""
-    # All processes continue from the checkpoint that the main one sees.
-    newest = torch.tensor(max(checkpoint.steps(run), default=0) if group.main else 0)
-    step = int(group.add(newest.to(group.device)))
+    """Put the newest checkpoint into `model`; without one, calibrate it unless it was trained."""
+    step = newest_step(run, group)
     if step == 0:
-        attention = _calibrate(recipe, group, data, model.to(group.device))
+        attention = _prepare(recipe, group, data, model.to(group.device))
         return Beginning(Learner(model, recipe.train, group), RunState(), attention)
     found = checkpoint.load(run, step)
     load_tensors(model, found.tensors["model"], checkpoint.folder_of(run, step))
@@ -81,11 +113,10 @@ def autocast(config: TrainConfig, device: torch.device) -> Autocast:
     return lambda: torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
-def _calibrate(
-    recipe: Recipe, group: Processes, data: TrainingData, model: ReLUFormer
-) -> Attention:
-    """Set every gamma from batches of all lengths, and see what the attentions then do."""
+def _prepare(recipe: Recipe, group: Processes, data: TrainingData, model: ReLUFormer) -> Attention:
+    """Set every gamma of fresh weights from batches of all lengths; see what attentions then do."""
     batches = [batch.to(group.device) for batch in calibration_batches(recipe, data)]
-    if any(isinstance(module, Gamma) for module in model.modules()):
+    fresh = recipe.train.start_from is None
+    if fresh and any(isinstance(module, Gamma) for module in model.modules()):
         model.calibrate(inputs(batch) for batch in batches)
     return watch(model, batches, group, autocast(recipe.train, group.device))

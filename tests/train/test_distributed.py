@@ -67,12 +67,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for parallel, launch in (("replicate", under_torchrun), ("shard", side_by_side)):
         fields = {**FIELDS, "parallel": parallel}
         launch({"out": str(folder / parallel), "fields": fields, "float64": True})
+    train_alone(folder / "alone", **FIELDS)
+    return folder
+
+
+def train_alone(out: Path, **fields: Any) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        train(tiny(**FIELDS), folder / "alone", quiet=True)
+        train(tiny(**fields), out, quiet=True)
     finally:
         torch.set_default_dtype(torch.float32)
-    return folder
 
 
 def test_some_process_has_nothing_to_do_in_some_step() -> None:
@@ -102,12 +106,20 @@ def test_a_run_changes_its_number_of_processes(runs: Path, tmp_path: Path) -> No
     source.rename(target)
     for name in ("recipe.yaml", "tokenizer.json", "run.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes((runs / "shard" / name).read_bytes())
-    torch.set_default_dtype(torch.float64)
-    try:
-        train(tiny(**FIELDS), tmp_path, quiet=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    train_alone(tmp_path, **FIELDS)
     for one, two in zip(metrics(runs / "alone"), metrics(tmp_path), strict=True):
+        assert flat(two) == pytest.approx(flat(one), rel=ROUNDING, abs=1e-9)
+
+
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+def test_every_process_begins_with_the_weights_of_another_run(
+    runs: Path, tmp_path: Path, parallel: str
+) -> None:
+    fields = {**FIELDS, "steps": 2, "parallel": parallel, "start_from": str(runs / "alone")}
+    side_by_side({"out": str(tmp_path / "together"), "fields": fields, "float64": True})
+    train_alone(tmp_path / "alone", **fields)
+    records = metrics(tmp_path / "alone"), metrics(tmp_path / "together")
+    for one, two in zip(*records, strict=True):
         assert flat(two) == pytest.approx(flat(one), rel=ROUNDING, abs=1e-9)
 
 

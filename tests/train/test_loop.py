@@ -33,24 +33,6 @@ def assert_same(first: Path, second: Path) -> None:
         assert torch.equal(tensor, weights(second)[name]), name
 
 
-@pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes training stop with an error in the given step, once."""
-
-    def at(step: int) -> None:
-        original = loop.learning_rate
-
-        def rate(config: Any, now: int) -> float:
-            if now == step:
-                monkeypatch.setattr(loop, "learning_rate", original)
-                raise KeyboardInterrupt
-            return original(config, now)
-
-        monkeypatch.setattr(loop, "learning_rate", rate)
-
-    return at
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_interrupted_run_continues_bit_by_bit(
     tmp_path: Path, interrupted: Any, accumulate: int
