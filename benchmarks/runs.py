@@ -6,8 +6,9 @@
 A study is a YAML file: `recipe`, `common` (settings of all runs) and `runs` (settings by name).
 Small models leave a GPU idle: with `--jobs` so many train at once (under CUDA's multi-process
 service where it can be started). Runs that the time does not allow go on when the command is
-repeated. `--test PREFIX` also translates PREFIX.source.txt with every finished run and scores it
-against PREFIX.target.txt: BLEU with its signature, and the paired bootstrap against the first run.
+repeated; those that fail are shown with the last line of their log. `--test PREFIX` also translates
+PREFIX.source.txt with every finished run and scores it against PREFIX.target.txt: BLEU with its
+signature, and the paired bootstrap against the first run.
 The length penalty is tuned for each run on a part of `--dev PREFIX` (benchmarks/tuned.py).
 """
 
@@ -51,30 +52,42 @@ class Queue:
     def __init__(self, jobs: int, end: float) -> None:
         self.jobs, self.end = jobs, end
         self.seconds: dict[str, float] = {}
+        self.failed: dict[str, str] = {}
+        """Exit status and last line of each command that ended badly before the clock did."""
 
     def run(self, commands: dict[str, list[str]], logs: Path) -> list[str]:
-        """Run the commands; the names of those that ended well. The others are killed."""
+        """Run the commands; the names of those that ended well. The clock kills what still runs."""
         waiting, good = list(commands), []
-        live: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        live: dict[str, tuple[subprocess.Popen[bytes], float, int]] = {}
         while (waiting or live) and time.monotonic() < self.end:
             while waiting and len(live) < self.jobs:
                 name = waiting.pop(0)
-                with open(logs / f"{name}.log", "a", encoding="utf-8") as log:
+                with open(logs / f"{name}.log", "ab") as log:
+                    begin = log.tell()
                     process = subprocess.Popen(
                         commands[name], cwd=ROOT, stdout=log, stderr=log, env=_one_thread()
                     )
-                live[name] = (process, time.monotonic())
-            for name, (process, start) in list(live.items()):
+                live[name] = (process, time.monotonic(), begin)
+            for name, (process, start, begin) in list(live.items()):
                 if process.poll() is not None:
                     del live[name]
                     self.seconds[name] = round(time.monotonic() - start, 1)
                     if process.returncode == 0:
                         good.append(name)
+                    else:
+                        line = _last_line(logs / f"{name}.log", begin)
+                        self.failed[name] = f"exit status {process.returncode}: {line}"
             time.sleep(0.2)
-        for name, (process, start) in live.items():
+        for name, (process, start, _) in live.items():
             process.kill()
             self.seconds[name] = round(time.monotonic() - start, 1)
         return good
+
+
+def _last_line(log: Path, begin: int) -> str:
+    """The last line with text that a log has from byte `begin` on, where this start began."""
+    lines = log.read_bytes()[begin:].decode("utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing in its log")
 
 
 def _one_thread() -> dict[str, str]:
@@ -100,6 +113,15 @@ def curve(run: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     records = (json.loads(line) for line in lines)
     return [_rounded({key: each[key] for key in CURVE if key in each}) for each in records]
+
+
+def outcome(name: str, folder: Path, queue: Queue) -> dict[str, Any]:
+    """Time, curve, and why training or translating failed, if either did."""
+    found: dict[str, Any] = {"seconds": queue.seconds.get(name, 0.0)}
+    for command in (name, f"{name}-translate"):
+        if command in queue.failed:
+            found["failed"] = queue.failed[command]
+    return {**found, "curve": curve(folder / name)}
 
 
 def scores(
@@ -145,7 +167,8 @@ def table(report: dict[str, Any]) -> str:
     for name, run in report["runs"].items():
         rows = [row for row in run["curve"] if "nll" in row]
         if not rows:
-            lines.append(f"{name:28} nothing logged; see its log")
+            lines.append(f"{name:28} nothing logged")
+            lines += _failure(run)
             continue
         last, dev = rows[-1], [row["dev"]["nll"] for row in rows if "dev" in row]
         sites = " ".join(
@@ -157,7 +180,12 @@ def table(report: dict[str, Any]) -> str:
             f"{name:28} step {last['step']:6} train {last['nll']:.3f} dev {shown} "
             f"{last['tokens_per_second'] / 1e3:.0f} k/s {run['seconds']:.0f} s | {sites}"
         )
+        lines += _failure(run)
     return "\n".join([*lines, "(row sum / entropy / zeros / dead rows)"])
+
+
+def _failure(run: dict[str, Any]) -> list[str]:
+    return [f"    failed: {run['failed']}"] if "failed" in run else []
 
 
 def shown(scores: dict[str, Any]) -> str:
@@ -243,15 +271,13 @@ def main() -> None:
         "side by side": arguments.jobs,
         "commit": commit(),
         "machine": info(),
-        "runs": {
-            name: {"seconds": queue.seconds.get(name, 0.0), "curve": curve(folder / name)}
-            for name in names
-        },
+        "runs": {name: outcome(name, folder, queue) for name in names},
     }
     # Scoring takes minutes: a command that is cut meanwhile leaves its curves.
     write_text(arguments.out, laid_out(report))
     if arguments.test:
         report["scores"] = scores(finished, names[0], folder, arguments, queue)
+        report["runs"] = {name: outcome(name, folder, queue) for name in names}
         write_text(arguments.out, laid_out(report))
     print(table(report))
     if report.get("scores"):

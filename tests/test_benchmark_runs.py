@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,41 @@ def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
     assert report["scores"]["tuned"]["relu"]["length penalty"] in tuned.PENALTIES
     assert runs.shown(report["scores"]).count("BLEU") == 8
     assert report["study"] == study
+
+
+def test_what_failed_says_why_and_what_was_cut_does_not(tmp_path: Path) -> None:
+    def python(program: str) -> list[str]:
+        return [sys.executable, "-c", program]
+
+    # The log of an earlier start is not this one's.
+    (tmp_path / "silent.log").write_text("earlier\n", encoding="utf-8")
+    commands = {
+        "good": python("print('well')"),
+        "bad": python("import sys; print('first'); sys.exit('the reason\\n')"),
+        "silent": python("import sys; sys.exit(3)"),
+        "a-translate": python("1 / 0"),
+    }
+    queue = runs.Queue(len(commands), time.monotonic() + 60)
+    assert queue.run(commands, tmp_path) == ["good"]
+    queue.end = time.monotonic() + 0.3
+    assert queue.run({"slow": python("import time; time.sleep(60)")}, tmp_path) == []
+    assert queue.failed == {
+        "bad": "exit status 1: the reason",
+        "silent": "exit status 3: nothing in its log",
+        "a-translate": "exit status 1: ZeroDivisionError: division by zero",
+    }
+    attention = {"cross": {"row_sum": 1, "entropy": 0, "zeros": 0, "dead_rows": 0}}
+    point = {"step": 7, "nll": 3.0, "tokens_per_second": 1e3, "attention": attention}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text(json.dumps(point) + "\n", encoding="utf-8")
+    report = {"runs": {name: runs.outcome(name, tmp_path, queue) for name in ("a", "bad", "slow")}}
+    assert json.loads(runs.laid_out(report))["runs"]["bad"]["failed"] == queue.failed["bad"]
+    lines = runs.table(report).splitlines()
+    assert lines[0].split()[:3] == ["a", "step", "7"]
+    assert lines[1] == f"    failed: {queue.failed['a-translate']}"
+    assert lines[2].split() == ["bad", "nothing", "logged"]
+    assert lines[3] == "    failed: exit status 1: the reason"
+    assert lines[4].split() == ["slow", "nothing", "logged"] and len(lines) == 6
 
 
 def test_a_part_of_dev_is_spread_over_it_or_its_beginning(tmp_path: Path) -> None:
