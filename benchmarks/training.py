@@ -76,6 +76,7 @@ IGNORED = -100
 BARE = (
     "train.checkpoint_every=1000000000",
     "train.dev_every=null",
+    "train.temper=false",
     "train.bleu_every=null",
     "train.final=last",
 )

@@ -120,9 +120,10 @@ class TrainConfig:
     clip: float | None = 1.0
     """Largest norm of the gradient."""
     smoothing: float = 0.1
-    normalisation_weight: float = 0.05
-    """Of the loss that pulls row sums to 1; rectified attentions only."""
-    entropy_weight: float = 0.05
+    normalisation_weight: float = 0.001
+    """Of the loss that pulls row sums, before rows are divided by them, to 1; rectified attentions
+    only. Summed over attentions. The paper does not say its weight."""
+    entropy_weight: float = 0.0
     """Of the loss on entropy above 0.7 ln n; rectified attentions only. At 0 it is not computed."""
     entropy_every: int = 1
     """Compute that loss on one block of 256 query rows in so many, another in each head and

@@ -216,6 +216,7 @@ def test_the_whole_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "slots": 16}
+    shape["attention"] = {"threshold_init": 0.0}
     data = {"source": "sample", "unit": "document", "max_length": 120}
     recipe = recipe_from({"data": data, "model": shape})
     ReLUFormer(recipe.model_with(TOKENIZER.vocab_size)).save_pretrained(tmp_path)

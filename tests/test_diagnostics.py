@@ -55,7 +55,7 @@ def test_padding_takes_no_part() -> None:
 
 def test_attention_reports_tell_kinds_apart() -> None:
     inputs = batch()
-    relu = diagnostics.attention_reports(ReLUFormer(small()), inputs)
+    relu = diagnostics.attention_reports(ReLUFormer(small(attention_threshold_init=0.0)), inputs)
     softmax = diagnostics.attention_reports(ReLUFormer(small("softmax")), inputs)
     assert all(r.zeros > 0.1 for r in relu)
     assert all(r.zeros == 0 and r.row_sum == pytest.approx(1) for r in softmax)

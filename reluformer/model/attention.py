@@ -81,7 +81,7 @@ class MultiHeadAttention(nn.Module):
                 )
             )
         if "threshold" in self.row.options:
-            start = torch.full((config.heads,), attention.threshold_init)
+            start = torch.full((config.heads,), attention.first_threshold)
             self.threshold = nn.Parameter(start, requires_grad=attention.threshold == "head")
         self.learned = nn.ParameterDict(_learned(self.row, config, attention.options))
         if self.row.learned.get("gate") == "token":
@@ -225,12 +225,11 @@ class MultiHeadAttention(nn.Module):
 
     def _options(self, x: Tensor, beams: int) -> dict[str, Any]:
         """The options of this attention's kind: fixed ones, then what the layer has learned."""
-        options: dict[str, Any] = dict(self.config.options)
+        options = self.config.fixed_options
         options.update(self.learned.items())
         if "gamma" in self.row.options:
             options.setdefault("gamma", self.gamma())
-            options.setdefault("length_exponent", self.config.length_exponent)
-            learns = self.config.threshold == "head" or self.config.threshold_init != 0
+            learns = self.config.threshold == "head" or self.config.first_threshold != 0
             options.setdefault("threshold", self.threshold if learns else 0.0)
         if self.row.learned.get("gate") == "token":
             options["gate"] = _beams_to_rows(_split(self.gate(x), self.heads), beams)
@@ -304,7 +303,7 @@ def opaque(
         for heads in (config.heads, config.key_value_heads)
     )
     call = Call(q, k, k, Visibility(), row.default_scale(width), **_extras(record, row))
-    return IMPLEMENTATIONS[choose(row, call, attention.options, attention.impl)].opaque
+    return IMPLEMENTATIONS[choose(row, call, attention.fixed_options, attention.impl)].opaque
 
 
 def _extras(record: Record, row: Attention, entropy_every: int = 1) -> dict[str, Any]:

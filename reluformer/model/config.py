@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from reluformer.errors import UserError
 from reluformer.model.memories.table import MEMORIES
@@ -13,19 +13,30 @@ Site = Literal["encoder", "decoder", "cross"]
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """One kind of attention and how its scale starts and learns."""
+    """One kind of attention and how its scale starts and learns.
+
+    The defaults are the ReLU attention that learns as well as softmax or better
+    (docs/training-relu-attention.md): (1 + s/4)^4 in place of e^s, at first, with thresholds that
+    learn. `AttentionConfig.paper()` is the one that was published.
+    """
 
     kind: str = "relu"
+    power: int = 4
+    """Of the rectified score. ReLU only, as all fields down to threshold_init."""
+    normalise: float | None = 1e-4
+    """Divide each row by its sum plus this number; None does not."""
     gamma: Literal["fixed", "model", "layer", "head"] = "layer"
-    """Granularity at which gamma is learned; `fixed` keeps its first value. ReLU only."""
+    """Granularity at which gamma is learned; `fixed` keeps its first value."""
     gamma_init: float = 1.0
-    row_sum_init: float | None = 0.6
-    """Calibrate gamma on the first batch so that the mean row sum starts here; None keeps
-    gamma_init. Row sums that start above 1 make the normalisation loss collapse the attention."""
-    length_exponent: float = 0.5
-    threshold: Literal["fixed", "head"] = "fixed"
-    """`head` learns one threshold per head. ReLU only."""
-    threshold_init: float = 0.0
+    row_sum_init: float | None = 1.0
+    """Calibrate gamma on the first batches so that the mean row sum, before rows are divided by it,
+    starts here; None keeps gamma_init. Undivided rows that start above 1 make the normalisation
+    loss collapse the attention."""
+    length_exponent: float = 1.0
+    threshold: Literal["fixed", "head"] = "head"
+    """`head` learns one threshold per head."""
+    threshold_init: float | None = None
+    """None: minus the power, from where (s + power)^power grows with s as e^s does at 0."""
     qk_norm: bool = False
     """RMS-normalise queries and keys in each head, with a learned gain."""
     output_norm: bool = False
@@ -48,7 +59,36 @@ class AttentionConfig:
             raise UserError(f"gamma_init must be greater than 0, got {self.gamma_init}")
         if self.row_sum_init is not None and not self.row_sum_init > 0:
             raise UserError(f"row_sum_init must be greater than 0, got {self.row_sum_init}")
+        if "gamma" in row.options:
+            # Refuses what no rule can be made of.
+            row.weigh_with(self.fixed_options)
         _check_share("dropout", self.dropout)
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """ReLUFormer as published: ReLU(s) / (gamma sqrt(n / 2)), nothing calibrated."""
+        published: dict[str, Any] = {
+            "power": 1,
+            "normalise": None,
+            "length_exponent": 0.5,
+            "row_sum_init": None,
+            "threshold": "fixed",
+            "threshold_init": 0.0,
+        }
+        return cls(**{**published, **changes})
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        """What the kind takes and no layer learns, as keywords of `reluformer.attention`."""
+        row = ATTENTIONS[self.kind]
+        own = {name: getattr(self, name) for name in ("power", "normalise", "length_exponent")}
+        rule = own if "gamma" in row.options else {}
+        return {**rule, **self.options}
+
+    @property
+    def first_threshold(self) -> float:
+        """Where thresholds start."""
+        return float(-self.power) if self.threshold_init is None else self.threshold_init
 
 
 @dataclass(frozen=True)

@@ -43,18 +43,21 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
         weigh = attention.weigh_with(options)
     output, weights = read(first, v, weigh, call.dropout_p)
     output = attention.finish_with(output, options)
+    stats = sums = None
+    if call.return_stats or call.return_sums:
+        undivided = _undivided(first, weigh)
+        stats = summarise(weights, visible, undivided) if call.return_stats else None
+        whole = weights if undivided is None else undivided
+        sums = _sums(whole, call) if call.return_sums else None
     return AttentionResult(
-        output=output.to(call.q.dtype),
-        weights=weights if call.return_weights else None,
-        stats=summarise(weights, visible) if call.return_stats else None,
-        sums=_sums(_undivided(first, weigh, weights), call) if call.return_sums else None,
+        output.to(call.q.dtype), weights if call.return_weights else None, stats, sums
     )
 
 
-def _undivided(scores: Scores, weigh: Weigh, weights: Tensor) -> Tensor:
-    """The weights [B, H, Tq, Tk] as they were before their rule divided rows by their sums."""
+def _undivided(scores: Scores, weigh: Weigh) -> Tensor | None:
+    """The weights [B, H, Tq, Tk] before their rule divides rows by their sums, if it does."""
     if not isinstance(weigh, Rectified) or weigh.normalise is None:
-        return weights
+        return None
     return hide(replace(weigh, normalise=None)(scores), scores.visible)
 
 

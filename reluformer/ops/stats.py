@@ -18,8 +18,7 @@ SumsLevel = Literal["row_sum", "entropy"]
 class RowSums(NamedTuple):
     """What sums over each query row tell, without a map; every field is [B, H, Tq].
 
-    The fields mean what they mean in `Stats`, but that the sums are those before a rule divides by
-    them (`Rectified.normalise`): losses on them keep such rows alive.
+    The fields mean what they mean in `Stats`.
     """
 
     row_sum: Tensor
@@ -40,7 +39,8 @@ class Stats(NamedTuple):
     """
 
     row_sum: Tensor
-    """sum_j |w_ij|, differentiable."""
+    """sum_j |w_ij|, differentiable; before a rule divides by it (`Rectified.normalise`), so that a
+    loss can keep such rows alive."""
     entropy: Tensor
     """Entropy of the row-normalised weights, in nats, differentiable; 0 in a row without weight."""
     raw_entropy: Tensor
@@ -53,8 +53,11 @@ class Stats(NamedTuple):
     """n, the number of keys the row can see."""
 
 
-def summarise(weights: Tensor, visible: Tensor | None) -> Stats:
-    """Statistics of weights [B, H, Tq, Tk] under a visibility table broadcastable to them."""
+def summarise(weights: Tensor, visible: Tensor | None, undivided: Tensor | None = None) -> Stats:
+    """Statistics of weights [B, H, Tq, Tk] under a visibility table broadcastable to them.
+
+    `undivided` are the weights before their rule divided rows by their sums; None if it does not.
+    """
     if visible is None:
         visible = torch.ones_like(weights, dtype=torch.bool)
     visible = visible.expand_as(weights)
@@ -66,7 +69,7 @@ def summarise(weights: Tensor, visible: Tensor | None) -> Stats:
     # Without any key there is no largest weight; the row sum is 0 there, with the right shape.
     largest = hide(weights, visible, -torch.inf).amax(dim=-1) if weights.shape[-1] else row_sum
     return Stats(
-        row_sum=row_sum,
+        row_sum=row_sum if undivided is None else undivided.abs().sum(dim=-1),
         entropy=entropy_from_sums(row_sum, log_sum),
         raw_entropy=-log_sum,
         zeros=zeros,

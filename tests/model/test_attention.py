@@ -48,11 +48,11 @@ def test_calibration_per_model_balances_the_sites() -> None:
     assert len({id(m) for m in model.modules() if isinstance(m, Gamma)}) == 1
     model.calibrate([inputs])
     sums = torch.tensor([row_sum(r) for r in model(**inputs, record="stats").readings])
-    assert sums.min() < 0.6 < sums.max()
+    assert sums.min() < 1 < sums.max()
 
 
 def test_calibration_over_batches_lies_between_them() -> None:
-    model = ReLUFormerLM(small(attention_gamma="layer"))
+    model = ReLUFormerLM(small(attention_length_exponent=0.5))
     short, long = {"tokens": tokens(4, 5)}, {"tokens": tokens(4, 60)}
     gammas = []
     for batches in ([short], [long], [short, long]):
@@ -95,7 +95,9 @@ def test_maps_are_the_weights_of_every_attention() -> None:
     ]
     for reading in output.readings:
         assert reading.weights is not None
-        torch.testing.assert_close(reading.weights.sum(-1), reading.stats.row_sum)
+        # Rows are divided by their sum, which is what is reported, plus a little.
+        sums = reading.stats.row_sum
+        torch.testing.assert_close(reading.weights.sum(-1), sums / (sums + 1e-4))
     torch.testing.assert_close(output.logits, model(**inputs).logits)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from reluformer import ATTENTIONS
-from reluformer.model import ModelConfig, ReLUFormer, ReLUFormerLM
+from reluformer.model import AttentionConfig, ModelConfig, ReLUFormer, ReLUFormerLM
 from reluformer.model.memory import MEMORIES
 from tests.model.factory import batch, small, tokens
 
@@ -106,7 +106,7 @@ def test_an_empty_source_is_harmless() -> None:
 
 
 def test_sites_may_differ() -> None:
-    config = small(cross_attention=small("softmax").attention)
+    config = small(cross_attention=small("softmax").attention, attention_threshold_init=0.0)
     readings = ReLUFormer(config)(**batch(), record="stats").readings
     kinds = {reading.site: float(reading.stats.zeros.max()) for reading in readings}
     assert kinds["cross"] == 0 and kinds["encoder"] > 0
@@ -120,9 +120,7 @@ def branch_variance(length: int, length_exponent: float, independent: bool) -> f
     torch.manual_seed(0)
     config = small(
         width=64,
-        attention_length_exponent=length_exponent,
-        attention_row_sum_init=None,
-        attention_qk_norm=True,
+        attention=AttentionConfig.paper(length_exponent=length_exponent, qk_norm=True),
     )
     attention = ReLUFormer(config).encoder[0].self_attention.attention
     with torch.no_grad():

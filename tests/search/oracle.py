@@ -20,7 +20,7 @@ def tiny_model(
     defaults = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "slots": 16}
     config = ModelConfig(
         vocabulary=vocabulary,
-        attention=AttentionConfig(kind=kind, row_sum_init=None),
+        attention=AttentionConfig(kind=kind, row_sum_init=None, threshold_init=0.0),
         **{**defaults, **settings},
     )
     model = ReLUFormer(config).eval()

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from reluformer.checkpoint import LoadedRun, load_run
-from reluformer.config import override
+from reluformer.config import override, to_dict
 from reluformer.data.sample import copy_pairs
+from reluformer.model import AttentionConfig
 from reluformer.recipe import recipe_from
 from reluformer.train import train
 
@@ -51,8 +52,6 @@ VALUES: dict[str, Any] = {
         "warmup": 100,
         "schedule": "cosine",
         "smoothing": 0.0,
-        "normalisation_weight": 0.0,
-        "entropy_weight": 0.0,
         "log_every": 50,
         "dev_every": None,
         "device": "cpu",
@@ -110,18 +109,13 @@ def held_out(run: LoadedRun) -> tuple[float, float]:
     "setting",
     [
         {"model__attention": {"kind": "softmax"}},
+        {},
         {
-            "model__attention": {
-                "length_exponent": 1.0,
-                "row_sum_init": 1.0,
-                "threshold": "head",
-                "threshold_init": -2.0,
-                "options": {"power": 2},
-            },
+            "model__attention": {"power": 2, "normalise": None},
             "train__normalisation_weight": 0.05,
         },
     ],
-    ids=["softmax", "relu"],
+    ids=["softmax", "default", "undivided"],
 )
 def test_a_healthy_setting_aligns(
     setting: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -140,7 +134,7 @@ def test_row_sums_above_one_and_strong_losses_collapse(
     outcome = learn(
         tmp_path,
         capfd,
-        model__attention={"gamma": "fixed", "gamma_init": 0.2, "row_sum_init": None},
+        model__attention=to_dict(AttentionConfig.paper(gamma="fixed", gamma_init=0.2)),
         train__steps=150,
         train__normalisation_weight=0.3,
         train__entropy_weight=0.3,
