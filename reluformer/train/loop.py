@@ -240,8 +240,7 @@ class _Loop:
             best = " (best)" if state.best_step == state.step else ""
             shown = " ".join(f"{name} {value:.3f}" for name, value in measured.items())
             self.listener.say(f"step {state.step} dev {shown}{best}")
-        warning = self.guard.collapse(attention)
-        if warning is not None:
+        for warning in self.guard.warnings(attention):
             self.listener.say(f"warning: {warning}")
 
     def _saves(self, state: RunState) -> bool:

@@ -41,11 +41,21 @@ def test_an_explosion_is_measured_from_the_lowest_loss() -> None:
 
 def test_a_collapse_is_told_once() -> None:
     guard = Guard(None)
-    assert guard.collapse({"cross": HEALTHY, "decoder": COLLAPSED}) is None
-    assert guard.collapse({}) is None
-    warning = guard.collapse({"cross": COLLAPSED})
-    assert warning is not None and "entropy 0.02, zeros 98%" in warning
-    assert guard.collapse({"cross": COLLAPSED}) is None
+    assert guard.warnings({"cross": HEALTHY, "decoder": COLLAPSED}) == []
+    assert guard.warnings({}) == []
+    [warning] = guard.warnings({"cross": COLLAPSED})
+    assert "entropy 0.02, zeros 98%" in warning
+    assert guard.warnings({"cross": COLLAPSED}) == []
+
+
+def test_dead_rows_are_told_once_beside_a_collapse() -> None:
+    guard = Guard(None)
+    few, many = HEALTHY._replace(dead_rows=0.2), HEALTHY._replace(dead_rows=0.4)
+    assert guard.warnings({"cross": few, "encoder": few}) == []
+    [warning] = guard.warnings({"cross": few, "encoder": many})
+    assert "40% of the rows of encoder attention have no weight" in warning
+    assert guard.warnings({"cross": many}) == []
+    assert len(guard.warnings({"cross": COLLAPSED, "encoder": many})) == 1
 
 
 @pytest.mark.parametrize("log_every", [1, 3])
