@@ -10,7 +10,9 @@ from torch import Tensor
 
 from reluformer.bench.cases import Case
 from reluformer.bench.contestants import Contestant, Options, Run
+from reluformer.model.config import AttentionConfig
 from reluformer.ops import fused
+from reluformer.ops.api import relu_attention
 
 PLAIN = "plain"
 _GROUPS = 8
@@ -43,6 +45,8 @@ def features(case: Case) -> dict[str, Contestant]:
             lambda batch, heads: {"threshold": torch.zeros(heads, device=device)},
         ),
         _feature("power two", case, lambda batch, heads: {"power": 2}),
+        _feature("power four", case, lambda batch, heads: {"power": 4}),
+        _as_in_models(case),
         _feature("window of a quarter", case, lambda batch, heads: {"window": n // 4}),
         replace(
             _feature("dropout", case),
@@ -72,6 +76,28 @@ def _sampled(case: Case) -> Contestant:
         "row sums, one entropy in 8", "relu", run, case, _on_triton(case), statistics=2,
         entropy_every=8, absent=reason,
     )  # fmt: skip
+
+
+def _as_in_models(case: Case) -> Contestant:
+    """The attention that models have by default, row sums for their loss included."""
+    config = AttentionConfig()
+
+    def options(batch: int, heads: int) -> dict[str, Any]:
+        threshold = torch.full((heads,), config.first_threshold, device=case.device)
+        return {**config.fixed_options, "threshold": threshold}
+
+    settings = options(case.batch, case.heads)
+    impl = "triton" if _on_triton(case) else "cpu"
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        found = relu_attention(
+            q, k, v, causal=case.causal, impl=impl, return_sums="row_sum", **settings
+        )
+        return found.output, found.sums.row_sum
+
+    return Contestant(
+        "as in the models", "relu", run, case, _on_triton(case), options=options, statistics=1
+    )
 
 
 def _on_triton(case: Case) -> bool:
