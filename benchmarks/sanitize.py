@@ -43,13 +43,24 @@ KERNELS = (
     "append",
     "canary",
 )
-SMALL = ("causal window", "causal padding, nothing", "mask", "groups", "thresholds", "widths")
+SMALL = (
+    "causal window",
+    "causal padding, nothing",
+    "mask",
+    "groups",
+    "thresholds",
+    "widths",
+    "divided, padding, nothing",
+    "divided, groups",
+    "divided, mask",
+)
 WIDE = Case("tiles", queries=283, keys=301, width=64, value_width=64, heads=4)
 DENSE = [
     *(case for case in CASES if case.name in SMALL),
     WIDE,
     replace(WIDE, causal=True, statistics=1, gamma=True),
     replace(WIDE, width=128, value_width=128, batch=2, key_lengths=(301, 77), causal=True),
+    replace(WIDE, power=4, threshold=-1.0, causal=True, normalise=1e-4),
 ]
 FOUND_SOMETHING, LIMIT = 86, 180
 
@@ -82,8 +93,10 @@ def work(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
             outputs += found(partial(op.rectified_attention, deterministic=False), given)[0]
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
     dropped.options["dropout_p"] = 0.3
-    outputs += found(op.rectified_attention, dropped)[0]
-    outputs += test_op._varlen(dtype)["found"][:1]
+    for normalise in (None, 0.1):
+        dropped.options["normalise"] = normalise
+        outputs += found(op.rectified_attention, dropped)[0]
+        outputs += test_op._varlen(dtype, normalise)["found"][:1]
     for case in test_decode.CASES:
         given = exact(arguments(case, dtype, device))
         outputs += test_decode.results(given, tiles.Tile(16, 32, 4, 2))

@@ -2,7 +2,8 @@
 
 Without softmax a tile needs no running maximum and no rescaling: its product with the values is
 simply added. As on the GPU no product knows scale or normaliser; with x = max(q.k - t, 0) a weight
-is C_i x^power and C_i multiplies each output row once.
+is C_i x^power and C_i, divided by the row's sum where the rule divides, multiplies each output row
+once.
 
 Few query rows (decoding) are two products over whole tables. So are short sequences in training,
 whose x the backward pass reads again, and calls with a mask or dropout, which are quadratic in the
@@ -52,6 +53,7 @@ def rectified_attention(
     mask: Tensor | None,
     dropout_p: float,
     statistics: int,
+    normalise: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
 
@@ -83,17 +85,20 @@ def rectified_attention(
         power,
         Visibility(mask, causal, key_lengths, window),
         dropout_p,
-        statistics,
+        statistics if normalise is None else max(statistics, 1),
+        normalise or 0.0,
         n_k,
         n_k - n_q,
         short or mask is not None or dropout_p > 0,
         trained,
     )
     with _no_autocast():
-        if not trained:
-            return _forward(plan, q, k, v, *per_head)[0]
-        out, row_sum, log_sum = _Attention.apply(plan, q, k, v, *per_head)  # type: ignore[no-untyped-call]
-        return out, row_sum, log_sum
+        if trained:
+            found = _Attention.apply(plan, q, k, v, *per_head)  # type: ignore[no-untyped-call]
+        else:
+            found = _forward(plan, q, k, v, *per_head)[0]
+    out, row_sum, log_sum = found
+    return out, row_sum if statistics else None, log_sum
 
 
 def _no_autocast() -> AbstractContextManager[Any]:
@@ -130,12 +135,12 @@ def _forward(
     else:
         out = tiles.tiled(plan, tables_q, tables_k, tables_v, sums, logs)
     factor = _factor(plan, q, gamma, visible)
-    out = out.view(*q.shape[:3], v.shape[-1]).mul_(_column(factor))
     if sums is not None:
         sums = sums.view(q.shape[:3])
         if logs is not None:
             logs = factor * (_log(factor) * sums + plan.power * logs.view(q.shape[:3]))
         sums = factor * sums
+    out = out.view(*q.shape[:3], v.shape[-1]).mul_(_column(_divided(plan, factor, sums)))
     return (out, sums, logs), (factor, x, kept)
 
 
@@ -154,8 +159,10 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         results, (ctx.factor, x, kept) = _forward(plan, q, k, v, gamma, threshold)
         ctx.plan = plan
-        for_gamma = results if ctx.needs_input_grad[4] else (None, None, None)
-        ctx.save_for_backward(q, k, v, gamma, threshold, x, kept, *for_gamma)
+        needed = ctx.needs_input_grad[4] or plan.normalise
+        ctx.save_for_backward(
+            q, k, v, gamma, threshold, x, kept, *(results if needed else (None, None, None))
+        )
         ctx.set_materialize_grads(False)
         return results
 
@@ -170,10 +177,17 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             grad = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         tables = _tables(plan, q, k, v, threshold)
-        scaled = _grouped((grad * _column(factor)).to(q.dtype).contiguous(), groups)
+        ratio = _divided(plan, factor, sums)
+        dot: Any = None if out is None else (out.to(exact) * grad.to(exact)).sum(-1)
+        scaled = _grouped((grad * _column(ratio)).to(q.dtype).contiguous(), groups)
+        constant, slope = _row_terms(plan, factor, grad_sum, grad_log)
+        if plan.normalise:
+            # What arrives at a row's sum because the row is divided by it.
+            through = -dot * ratio
+            constant = through if constant is None else constant + through
         terms = [
             None if each is None else _grouped(each, groups).to(q.dtype)
-            for each in _row_terms(plan, factor, grad_sum, grad_log)
+            for each in (constant, slope)
         ]
         with _no_autocast():
             if plan.whole:
@@ -182,7 +196,9 @@ class _Attention(torch.autograd.Function):
                 dq, dk, dv = tiles.tiled_gradients(plan, *tables, scaled, terms)
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:
-            dot = (out.to(exact) * grad.to(exact)).sum(-1)
+            if plan.normalise:
+                # Weights and the sum that divides them scale alike: this much of gamma is left.
+                dot *= plan.normalise / (sums + plan.normalise)
             if grad_sum is not None:
                 dot += grad_sum * sums
             if grad_log is not None:
@@ -278,6 +294,14 @@ def _factor(
     if gamma is not None:
         factor = factor / gamma.detach().to(_sum_dtype(q))[:, None]
     return factor
+
+
+def _divided(plan: tiles.Plan, factor: Tensor | float, sums: Tensor | None) -> Tensor | float:
+    """C_i over the row's sum plus epsilon, [B, H, Tq], where the plan says so, else C_i."""
+    if not plan.normalise:
+        return factor
+    assert sums is not None
+    return factor / (sums + plan.normalise)
 
 
 def _column(factor: Tensor | float) -> Tensor | float:

@@ -43,6 +43,8 @@ class Plan(NamedTuple):
     rules: Visibility
     dropout_p: float
     statistics: int
+    normalise: float
+    """What is added to the sum of a row before its output is divided by it; 0: it is not."""
     keys: int
     """Tk, padding included."""
     offset: int

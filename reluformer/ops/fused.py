@@ -1,8 +1,8 @@
 """Rectified rules on fused kernels: the bridge from a call to `triton.op` and `cpu`.
 
-A kernel takes w = max(s - threshold, 0)^power / (gamma (n/2)^length_exponent); whatever an
-attention does around that rule (cosines before, norms and gates after) happens here, as in the
-reference.
+A kernel takes w = max(s - threshold, 0)^power / (gamma (n/2)^length_exponent), and rows divided by
+their sums; whatever an attention does around that rule (cosines before, norms and gates after)
+happens here, as in the reference.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,11 +69,9 @@ def run(
         key_lengths=call.visibility.key_lengths,
         mask=call.visibility.mask,
         dropout_p=call.dropout_p,
-        statistics=max(_STATISTICS[call.return_sums], int(rule.normalise is not None)),
+        statistics=_STATISTICS[call.return_sums],
+        normalise=rule.normalise,
     )
-    if rule.normalise is not None:
-        assert row_sum is not None
-        output = output.to(wide) / (row_sum + rule.normalise).unsqueeze(-1)
     sums = None
     if call.return_sums is not None:
         assert row_sum is not None

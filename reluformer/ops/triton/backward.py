@@ -3,11 +3,18 @@
     G_ij = keep_ij (dO_i . v_j) + g_i + e_i (log w_ij + 1),     dS_ij = C_i p x^(p-1) G_ij [x > 0],
 
 where g and e are the gradients of the row sum and of sum w log w. Nothing but q, k, v and the
-output gradient is read. `keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel`
-a tile of queries (dQ: three); each sums in a fixed order, so results are repeatable bit by bit.
-With `SHARE` the first also adds each key tile's share of dQ to a float32 buffer, which saves two
-products and gives up the order. A descriptor does that while the loop goes on; atomics on pointers
-took 1.3 to 2 times as long as two kernels on an H200.
+output gradient is read. If rows were divided by T_i = sum_j w_ij + epsilon (`DIVIDE`), then
+
+    G_ij = keep_ij (dO_i . v_j) / T_i + g_i - (dO_i . O_i) / T_i + e_i (log w_ij + 1)
+
+is the same with C_i / T_i in place of C_i, T_i e_i of e_i and T_i g_i - dO_i . O_i of g_i: only
+`row_terms` knows. O is read once, in a pass over rows.
+
+`keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel` a tile of queries (dQ:
+three); each sums in a fixed order, so results are repeatable bit by bit. With `SHARE` the first
+also adds each key tile's share of dQ to a float32 buffer, which saves two products and gives up the
+order. A descriptor does that while the loop goes on; atomics on pointers took 1.3 to 2 times as
+long as two kernels on an H200.
 """
 
 import triton
@@ -48,21 +55,26 @@ def row_terms(
     count,
     grad_sum,
     grad_log,
+    row_sum,
+    row_dot,
     wanted,
     unit,
     gamma,
     h,
     length_exponent,
+    epsilon,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     POWER: tl.constexpr,
     GRADS: tl.constexpr,
 ):
     """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows.
 
-    Without their sums of w log w `wanted`, what arrives at those is nothing.
+    Without their sums of w log w `wanted`, what arrives at those is nothing. With `DIVIDE` the
+    first is C_i / T_i and the others are times T_i; `row_dot` is O.dO, and `grad_sum` may be None.
     """
     if HAS_MASK:
         n = tl.load(count + stats, mask=rows < n_q, other=0.0)
@@ -71,12 +83,19 @@ def row_terms(
     factor = row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA)
     constant = tl.zeros_like(factor)
     slope = tl.zeros_like(factor)
-    if GRADS >= 1:
+    if GRADS >= 1 and grad_sum is not None:
         constant = tl.load(grad_sum + stats, mask=rows < n_q, other=0.0)
     if GRADS == 2:
         e = tl.load(grad_log + stats, mask=(rows < n_q) & wanted, other=0.0)
         constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
         slope = e * (POWER * LN2)
+    if DIVIDE:
+        total = tl.load(row_sum + stats, mask=rows < n_q, other=0.0) + epsilon
+        factor /= total
+        slope *= total
+        if GRADS >= 1:
+            constant *= total
+            constant -= tl.load(row_dot + stats, mask=rows < n_q, other=0.0)
     return factor, constant, slope
 
 
@@ -185,6 +204,7 @@ def queries_kernel(
     grad_sum,
     grad_log,
     count,
+    row_sum,
     row_dot,
     row_shift,
     gamma,
@@ -228,6 +248,7 @@ def queries_kernel(
     threshold_value,
     length_exponent,
     dropout,
+    epsilon,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -242,6 +263,7 @@ def queries_kernel(
     HAS_MASK: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -255,7 +277,10 @@ def queries_kernel(
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dQ, and per row O.dO (for gamma) and the sum of dS in score units (for the threshold)."""
+    """dQ, and per row O.dO (for gamma) and the sum of dS in score units (for the threshold).
+
+    With `DIVIDE` O.dO is there already, and read.
+    """
     tiles = tl.cdiv(q_length, QUERIES)
     tile = tl.program_id(0) % tiles
     bh = tl.program_id(0) // tiles
@@ -294,8 +319,9 @@ def queries_kernel(
     )
     wanted = entropy_wanted(row, h, b, EVERY)
     factor, constant, slope = row_terms(
-        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, wanted, unit,
-        gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, row_sum, row_dot,
+        wanted, unit, gamma, h, length_exponent, epsilon,
+        CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, POWER, GRADS,
     )  # fmt: skip
     inverse_scale = 1.0 if PRESCALE else 1.0 / scale
     cut = head_threshold(threshold, threshold_value, inverse_scale, h, THRESHOLD_TENSOR)
@@ -371,6 +397,7 @@ def _walk_queries(
     dq_sum,
     terms,
     count,
+    row_sum,
     mask,
     gamma,
     low,
@@ -389,6 +416,7 @@ def _walk_queries(
     scale,
     unit,
     length_exponent,
+    epsilon,
     seed_value,
     bh,
     dropout,
@@ -417,6 +445,7 @@ def _walk_queries(
     HAS_LENGTHS: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     PRESCALE: tl.constexpr,
     GRADS: tl.constexpr,
@@ -475,8 +504,9 @@ def _walk_queries(
                 + (first_q + rows).to(tl.int64) * stride_st
             )
             factor, _, _ = row_terms(
-                stats, rows, n_q, rows + offset, end, window, count, count, count, True, unit,
-                gamma, h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, 0,
+                stats, rows, n_q, rows + offset, end, window, count, count, count, row_sum, count,
+                True, unit, gamma, h, length_exponent, epsilon,
+                CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, POWER, 0,
             )  # fmt: skip
         if DROPOUT:
             random = dropout_keys(seed_value, rows, bh)[None, :]
@@ -543,6 +573,7 @@ def keys_kernel(
     shift,
     terms,
     count,
+    row_sum,
     gamma,
     threshold,
     lengths,
@@ -587,6 +618,7 @@ def keys_kernel(
     threshold_value,
     length_exponent,
     dropout,
+    epsilon,
     multiplier,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -602,6 +634,7 @@ def keys_kernel(
     HAS_MASK: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -621,9 +654,10 @@ def keys_kernel(
 ):
     """dK and dV of a tile of keys, summed over the query heads of its group and all queries.
 
-    `ROW_SCALE`: C_i differs between rows, so it is applied in the loop (or, `PRESCALED`, has been
-    multiplied into `grad_out` and the terms); otherwise once at the end. `terms` are made by
-    `row_terms_kernel`: the loop would compute them again for every tile of keys.
+    `ROW_SCALE`: C_i (or C_i / T_i) differs between rows, so it is applied in the loop (or,
+    `PRESCALED`, has been multiplied into `grad_out` and the terms); otherwise once at the end.
+    `terms` are made by `row_terms_kernel`: the loop would compute them again for every tile of
+    keys.
     """
     kv_heads = heads // GROUP
     tiles = tl.cdiv(k_length, KEYS)
@@ -697,15 +731,15 @@ def keys_kernel(
                 if not SHARE or start < stop:
                     dk_acc, dv_acc, shift_total = _walk_queries(
                         dk_acc, dv_acc, shift_total, k_tile, v_tile, q, grad_out, dq_sum,
-                        terms_head, count, mask_head, gamma, start, stop, col, n_q, q_length,
-                        batch, b, h, first_q, offset, end, window,
-                        cut, scale, unit, length_exponent, seed_value, bh, dropout,
+                        terms_head, count, row_sum, mask_head, gamma, start, stop, col, n_q,
+                        q_length, batch, b, h, first_q, offset, end, window,
+                        cut, scale, unit, length_exponent, epsilon, seed_value, bh, dropout,
                         stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
                         stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
                         part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
-                        WINDOW, HAS_MASK, HAS_LENGTHS, VARLEN, HAS_GAMMA, HAS_THRESHOLD, PRESCALE,
-                        GRADS, EVERY, DROPOUT, ROW_SCALE, PRESCALED, SHARE, SHIFT, ORDER, ROTATE,
-                        TMA, PTX, PRECISION,
+                        WINDOW, HAS_MASK, HAS_LENGTHS, VARLEN, HAS_GAMMA, DIVIDE, HAS_THRESHOLD,
+                        PRESCALE, GRADS, EVERY, DROPOUT, ROW_SCALE, PRESCALED, SHARE, SHIFT, ORDER,
+                        ROTATE, TMA, PTX, PRECISION,
                     )  # fmt: skip
         if SHIFT:
             kept = tl.where(col + tl.arange(0, KEYS) < end, shift_total, 0.0)

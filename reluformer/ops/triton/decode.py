@@ -3,8 +3,8 @@
 One program owns the query rows that share a key/value head (the heads of its group, times tokens or
 beams) and every `splits`-th unit of keys. Weights need no normaliser that depends on all keys, so
 the partial sums of the splits only have to be added, which `combine_kernel` does in fixed order.
-That holds for row sums too, by which a rule may divide afterwards. A unit is a tile of contiguous
-keys, or a page where keys and values lie in pages.
+That holds for row sums too, by which a rule may divide (`DIVIDE`) once all are there. A unit is a
+tile of contiguous keys, or a page where keys and values lie in pages.
 
 What only a rectified weight allows: value rows whose weights are zero for all rows of the program
 are never read, nor are pages whose largest possible score does not reach the threshold. Both leave
@@ -155,6 +155,7 @@ def decode_kernel(
     unit_factor,
     threshold_value,
     length_exponent,
+    epsilon,
     slack,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -169,6 +170,7 @@ def decode_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -181,7 +183,7 @@ def decode_kernel(
     """Output of the rows if there is one split, else this split's part of it.
 
     partial [splits, B, H, Tq, DV], partial_sum and partial_count [splits, B, H, Tq]; live
-    [programs, room].
+    [programs, room]. `DIVIDE` needs `ROW_SUMS`.
     """
     row_tiles = tl.cdiv(group * q_length, ROWS)
     program = tl.program_id(0)
@@ -283,10 +285,13 @@ def decode_kernel(
         else:
             n = visible_count(token + offset, end, window, CAUSAL, WINDOW)
         factor = row_factor(n, unit_factor, gamma, head, length_exponent, HAS_GAMMA)
+        row_scale = factor
+        if DIVIDE:
+            row_scale = factor / (sums * factor + epsilon)
         places = b.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + token * stride_ot
         tl.store(
             out + places[:, None] + wide[None, :],
-            (acc * factor[:, None]).to(q_tile.dtype),
+            (acc * row_scale[:, None]).to(q_tile.dtype),
             mask=inside,
         )
         if ROW_SUMS:
@@ -314,6 +319,7 @@ def combine_kernel(
     splits,
     unit_factor,
     length_exponent,
+    epsilon,
     AT_ONCE: tl.constexpr,
     PAGED: tl.constexpr,
     DV: tl.constexpr,
@@ -323,6 +329,7 @@ def combine_kernel(
     HAS_LENGTHS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     ROW_SUMS: tl.constexpr,
 ):
     """One output row: the sum of its parts, always in the same order, times its factor."""
@@ -358,7 +365,10 @@ def combine_kernel(
         position = token + (end if PAGED else k_length) - q_length + one
         n = visible_count(position, end, window, CAUSAL, WINDOW)
     factor = row_factor(n, unit_factor, gamma, h, length_exponent, HAS_GAMMA)
+    row_scale = factor
+    if DIVIDE:
+        row_scale = factor / (total * factor + epsilon)
     places = b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + token * stride_ot
-    tl.store(out + places + wide, (acc * factor).to(out.dtype.element_ty), mask=wide < DV)
+    tl.store(out + places + wide, (acc * row_scale).to(out.dtype.element_ty), mask=wide < DV)
     if ROW_SUMS:
         tl.store(row_sum + index + one, total * factor)

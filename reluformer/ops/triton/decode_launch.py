@@ -62,13 +62,14 @@ def suits(problem: Problem) -> bool:
 def decode(
     problem: Problem, pages: Pages | None = None, *, row_sums: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output [B, H, Tq, DV]; on request row sums, and with a mask how many keys each row sees, both
-    [B, H, Tq] or None.
+    """Output [B, H, Tq, DV]; on request, or where it is divided by them, row sums, and with a mask
+    how many keys each row sees, both [B, H, Tq] or None.
 
     With `pages` row i of a sequence of n keys stands at key n - Tq + i, `key_lengths` says n and
     `max_k` how many keys the table has room for.
     """
     q, v = problem.q, problem.v
+    row_sums = row_sums or problem.divided
     out = empty_heads(q, v.shape[-1], zero=False)
     count = row_values(q, packed=False) if problem.mask is not None else None
     row_sum = row_values(q, packed=False) if row_sums else None
@@ -106,6 +107,7 @@ def decode(
                 partial, partial_sum, partial_count, out, row_sum, count, problem.gamma,
                 problem.key_lengths, *out.stride()[:3], q.shape[0], q.shape[1], problem.max_q,
                 problem.max_k, problem.window, split.splits, problem.unit, problem.length_exponent,
+                problem.epsilon,
             ],
         )  # fmt: skip
     return out, row_sum, count
@@ -144,7 +146,7 @@ def _processors(device: torch.device) -> int:
 
 def _numbers(
     problem: Problem, pages: Pages | None, out: Tensor, splits: int, room: int
-) -> tuple[float, ...]:
+) -> tuple[float | None, ...]:
     """Scalar arguments of the decoding kernel, in its order."""
     steps = [each.stride()[:3] for each in (problem.q, problem.k, problem.v, out)]
     table_step, bound_steps = 0, (0, 0)
@@ -169,6 +171,7 @@ def _numbers(
         problem.unit,
         problem.threshold_value,
         problem.length_exponent,
+        problem.epsilon,
         slack(problem.q),
     )
 
@@ -192,7 +195,7 @@ def _prepared(
     if None not in found:
         return found
     shared = problem.switches(tile)
-    has = ("CAUSAL", "WINDOW", "HAS_LENGTHS", "HAS_MASK", "HAS_GAMMA")
+    has = ("CAUSAL", "WINDOW", "HAS_LENGTHS", "HAS_MASK", "HAS_GAMMA", "DIVIDE")
     named = (
         "D", "DV", "D_PAD", "DV_PAD", "POWER", *has, "HAS_THRESHOLD", "THRESHOLD_TENSOR",
         "PRESCALE", "PTX", "PRECISION", "num_warps", "num_stages",
@@ -233,8 +236,8 @@ def _key(
     if any(each is not None and each.data_ptr() % 16 for each in (k, v, mask)):
         return ()
     numbers = (
-        tile, split[:2], row_sums, *problem[10:18], k.shape[1], k.stride(), v.stride(), v.shape[-1],
-        k.shape[2] if pages is not None else 0,
+        tile, split[:2], row_sums, problem.divided, *problem[10:18], k.shape[1], k.stride(),
+        v.stride(), v.shape[-1], k.shape[2] if pages is not None else 0,
         # The other steps of a mask change with the lengths.
         None if mask is None else problem.mask_steps()[3],
     )  # fmt: skip

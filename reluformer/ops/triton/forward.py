@@ -3,7 +3,8 @@
 The loop knows neither scale nor normaliser. With x = max(q.k - t, 0), t the threshold in units of
 q.k, a weight is w = C_i x^p; C_i holds scale, gamma and the count of visible keys and multiplies
 the accumulator once per row at the end. (`PRESCALE`: x is in units of the score instead.) Row
-statistics come from sums of x^p and x^p log2 x.
+statistics come from sums of x^p and x^p log2 x. With `DIVIDE` that factor of a row is divided by
+its sum of weights plus epsilon; statistics are of the weights before.
 """
 
 import triton
@@ -201,6 +202,7 @@ def forward_kernel(
     threshold_value,
     length_exponent,
     dropout,
+    epsilon,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -215,6 +217,7 @@ def forward_kernel(
     HAS_MASK: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     THRESHOLD_TENSOR: tl.constexpr,
     PRESCALE: tl.constexpr,
@@ -305,8 +308,12 @@ def forward_kernel(
     else:
         n = visible_count(rows + offset, end, window, CAUSAL, WINDOW)
     factor = row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA)
+    row_scale = factor
+    if DIVIDE:
+        sums = tl.sum(total, 1)
+        row_scale = factor / (factor * sums + epsilon)
     store_tile(
-        out, (acc * factor[:, None]).to(q_tile.dtype), batch, h, first_q + row,
+        out, (acc * row_scale[:, None]).to(q_tile.dtype), batch, h, first_q + row,
         stride_ob, stride_oh, stride_ot, first_q + n_q, QUERIES, DV_PAD, DV, TMA and not VARLEN,
     )  # fmt: skip
     stats = (
@@ -317,7 +324,9 @@ def forward_kernel(
     if HAS_MASK:
         tl.store(count + stats, n, mask=rows < n_q)
     if STATISTICS >= 1:
-        sums = tl.sum(total, 1)
+        if not DIVIDE:
+            # Not before the output is on its way.
+            sums = tl.sum(total, 1)
         tl.store(row_sum + stats, factor * sums, mask=rows < n_q)
     if STATISTICS == 2:
         log_factor = tl.log2(tl.where(factor > 0, factor, 1.0))

@@ -33,13 +33,15 @@ Backward = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 def forward(problem: Problem, statistics: int) -> Forward:
     """(output, row sums, sums of w log w, visible counts), None for what is not there.
 
-    `statistics` is 0 for none, 1 for row sums, 2 for both; counts come with a mask.
+    `statistics` is 0 for none, 1 for row sums, 2 for both; counts come with a mask. To divide
+    by row sums, which the backward pass does too, they must be asked for.
     """
     if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
             return forward(problem, statistics)
     q, k, v = problem.q, problem.k, problem.v
     packed = problem.packed
+    assert statistics >= 1 or not problem.divided
     if statistics <= 1 and decode_launch.suits(problem):
         out, row_sum, count = decode_launch.decode(problem, row_sums=statistics == 1)
         return out, row_sum, None, count
@@ -73,24 +75,20 @@ def forward(problem: Problem, statistics: int) -> Forward:
 
 
 def paged(
-    problem: Problem,
-    table: Tensor,
-    key_min: Tensor | None,
-    key_max: Tensor | None,
-    row_sums: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Output and, on request, row sums of a call on pages of keys and values: `decode_launch`."""
+    problem: Problem, table: Tensor, key_min: Tensor | None, key_max: Tensor | None
+) -> Tensor:
+    """Output of a call on pages of keys and values: `decode_launch`."""
     if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
-            return paged(problem, table, key_min, key_max, row_sums)
-    pages = decode_launch.Pages(table, key_min, key_max)
-    return decode_launch.decode(problem, pages, row_sums=row_sums)[:2]
+            return paged(problem, table, key_min, key_max)
+    return decode_launch.decode(problem, decode_launch.Pages(table, key_min, key_max))[0]
 
 
 class Gradients(NamedTuple):
     """What arrives at the outputs, and what of the forward pass the backward needs.
 
-    `out` only if O.dO is wanted, for the gradient of gamma; `count` only with a mask.
+    `out` only if O.dO is wanted, for the gradient of gamma or of a divided row, which needs
+    `row_sum` too; `count` only with a mask.
     """
 
     out: Tensor | None
@@ -98,11 +96,14 @@ class Gradients(NamedTuple):
     grad_out: Tensor
     grad_sum: Tensor | None
     grad_log: Tensor | None
+    row_sum: Tensor | None = None
 
     @property
     def level(self) -> int:
-        """0: output only, 1: and row sums, 2: and sums of w log w."""
-        return 2 if self.grad_log is not None else int(self.grad_sum is not None)
+        """0: output only, 1: and row sums, by which it may be divided, 2: and sums of w log w."""
+        if self.grad_log is not None:
+            return 2
+        return int(self.grad_sum is not None or self.row_sum is not None)
 
 
 def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
@@ -126,7 +127,7 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
         shift = fused_gradients(problem, grads, key, dq, dk, dv, row_dot, need_shift)
         return dq, dk, dv, row_dot, shift
     row_shift = row_values(q, packed=packed) if need_shift else None
-    key_gradients(problem, grads, key, dk, dv)
+    key_gradients(problem, grads, key, dk, dv, row_dot=row_dot)
     query_gradients(problem, grads, key, dq, row_dot, row_shift)
     shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
     return dq, dk, dv, row_dot, shift
@@ -164,10 +165,10 @@ def fused_gradients(
     if need_shift:
         places = triton.cdiv(problem.max_k, tile.keys) * problem.sequences
         shift = q.new_zeros((q.shape[1], places), dtype=torch.float32)
-    key_gradients(problem, grads, key, dk, dv, tile, dq_sum, shift)
+    key_gradients(problem, grads, key, dk, dv, tile, dq_sum, shift, row_dot)
     _scale_rows(
         problem, grads, key, dq_sum, dq, problem.multiplier,
-        row_scale=not problem.per_row, row_dot=row_dot,
+        row_scale=not problem.per_row, row_dot=None if problem.divided else row_dot,
     )  # fmt: skip
     return None if shift is None else shift.sum(1)
 
@@ -181,8 +182,9 @@ def key_gradients(
     tile: Tile | None = None,
     dq_sum: Tensor | None = None,
     shift: Tensor | None = None,
+    row_dot: Tensor | None = None,
 ) -> None:
-    """Fill dk and dv.
+    """Fill dk and dv and, where rows are divided by their sums, O.dO per row.
 
     With a float32 `dq_sum` [B, H, Tq, D] every key tile adds its share of dq to it, and with
     `shift` [H, places] writes its sums of dS; `tile` is the table's for key gradients if None.
@@ -192,13 +194,18 @@ def key_gradients(
     launch = LAUNCHES.get(key)
     if tile is None:
         tile = problem.tile("keys") if launch is None else launch.tile
-    # float16 would lose small gradients in the extra rounding.
-    prescaled = tile.prescale and problem.per_row and q.dtype != torch.float16
+    # Where the pass runs anyway, to divide, its copy costs less than factors in the loop. float16
+    # would lose small gradients in the extra rounding.
+    prescale = tile.prescale or (problem.divided and q.element_size() == 2)
+    prescaled = prescale and problem.per_row and q.dtype != torch.float16
+    row_dot = row_dot if problem.divided else None
+    scaled = None
     if prescaled:
         scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
-        _scale_rows(problem, grads, key, grad_out, scaled, 1.0, row_scale=True)
-        grad_out = scaled
-    terms = _row_terms(problem, grads, key, row_scale=prescaled)
+    if prescaled or problem.divided:
+        _scale_rows(problem, grads, key, grad_out, scaled, 1.0, row_scale=True, row_dot=row_dot)
+    grad_out = grad_out if scaled is None else scaled
+    terms = _row_terms(problem, grads, key, row_dot, row_scale=prescaled)
     if launch is None:
         launch = Launch(
             keys_kernel,
@@ -223,7 +230,8 @@ def key_gradients(
         )  # fmt: skip
         remember(key, launch)
     launch(
-        q, k, v, grad_out, dq_sum, dk, dv, shift, terms, grads.count, *problem.optional,
+        q, k, v, grad_out, dq_sum, dk, dv, shift, terms, grads.count, grads.row_sum,
+        *problem.optional,
     )  # fmt: skip
 
 
@@ -235,7 +243,7 @@ def query_gradients(
     row_dot: Tensor | None,
     row_shift: Tensor | None,
 ) -> None:
-    """Fill dq and, where they are there, the two sums per row."""
+    """Fill dq and, where they are there, the two sums per row; `row_dot` is read if it divides."""
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("queries", *key)
     launch = LAUNCHES.get(key)
@@ -253,7 +261,7 @@ def query_gradients(
                 **problem.switches(tile),
                 "GRADS": grads.level,
                 "EVERY": problem.entropy_every if grads.level == 2 else 1,
-                "ROW_DOT": row_dot is not None,
+                "ROW_DOT": row_dot is not None and not problem.divided,
                 "ROW_SHIFT": row_shift is not None,
                 "TMA": use_descriptors((q, k, v, grad_out, dq)),
             },
@@ -262,12 +270,17 @@ def query_gradients(
         remember(key, launch)
     launch(
         q, k, v, grad_out, dq, grads.out, grads.grad_sum, grads.grad_log, grads.count,
-        row_dot, row_shift, *problem.optional,
+        grads.row_sum, row_dot, row_shift, *problem.optional,
     )  # fmt: skip
 
 
 def _row_terms(
-    problem: Problem, grads: Gradients, key: tuple[Any, ...], *, row_scale: bool
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    row_dot: Tensor | None,
+    *,
+    row_scale: bool,
 ) -> Tensor | None:
     """What the gradients of the sums add to those of the weights, per row: see `row_terms`."""
     if grads.level == 0:
@@ -295,8 +308,8 @@ def _row_terms(
         )
         remember(key, launch)
     launch(
-        grads.grad_sum, grads.grad_log, terms, grads.count, problem.gamma, problem.key_lengths,
-        problem.cu_q, problem.cu_k,
+        grads.grad_sum, grads.grad_log, terms, grads.count, grads.row_sum, row_dot, problem.gamma,
+        problem.key_lengths, problem.cu_q, problem.cu_k,
     )  # fmt: skip
     return terms
 
@@ -306,13 +319,16 @@ def _scale_rows(
     grads: Gradients,
     key: tuple[Any, ...],
     source: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     multiplier: float,
     *,
     row_scale: bool,
     row_dot: Tensor | None = None,
 ) -> None:
-    """target = multiplier source, times C_i with `row_scale`; fills O.dO per row if it is there."""
+    """target = multiplier source, times the factor of rows with `row_scale`; fills O.dO per row.
+
+    Both only if they are there.
+    """
     key = key and ("scale", row_scale, *key)
     launch = LAUNCHES.get(key)
     if launch is None:
@@ -330,14 +346,15 @@ def _scale_rows(
                 "DV": value_width,
                 "D_PAD": pad(width),
                 "DV_PAD": pad(value_width),
+                "COPY": target is not None,
                 "ROW_SCALE": row_scale,
                 "ROW_DOT": row_dot is not None,
             },
         )
         remember(key, launch)
     launch(
-        source, target, grads.out, grads.grad_out, row_dot, grads.count, problem.gamma,
-        problem.key_lengths, problem.cu_q, problem.cu_k,
+        source, target, grads.out, grads.grad_out, row_dot, grads.count, grads.row_sum,
+        problem.gamma, problem.key_lengths, problem.cu_q, problem.cu_k,
     )  # fmt: skip
 
 

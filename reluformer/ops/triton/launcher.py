@@ -70,7 +70,7 @@ class Launch:
         tile: tiles.Tile,
         programs: int,
         tiled: Sequence[tuple[Tensor | None, int]],
-        numbers: Sequence[float],
+        numbers: Sequence[float | None],
         switches: dict[str, Any],
         *,
         store_by_pointer: int = 0,

@@ -77,7 +77,7 @@ def _autocast_dtype(q: Tensor) -> torch.dtype | None:
 
 def _call(
     q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
-    cu_q, cu_k, max_q, max_k, dropout_p, statistics, deterministic,
+    cu_q, cu_k, max_q, max_k, dropout_p, statistics, deterministic, normalise,
     entropy_every=1,
 ):  # fmt: skip
     """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
@@ -121,7 +121,8 @@ def _call(
         max_k,
         deterministic,
         entropy_every,
-        statistics,
+        float(normalise or 0.0),
+        statistics if normalise is None else max(statistics, 1),
     )
     return out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
 
@@ -149,6 +150,7 @@ def rectified_attention(
     mask: Tensor | None,
     dropout_p: float,
     statistics: int,
+    normalise: float | None = None,
     deterministic: bool = True,
     entropy_every: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -159,9 +161,10 @@ def rectified_attention(
     broadcasts to [B, H, Tq, Tk]; `causal` and `window` are aligned at the end. Returns the output
     [B, H, Tq, Dv] and, [B, H, Tq] float32, sum_j w if `statistics` is 1 or 2 and sum_j w log w if
     it is 2 (which costs a logarithm per weight), both of the weights before dropout, else None.
-    Everything is differentiable in q, k, v, gamma and threshold, and repeatable bit by bit unless
-    `deterministic` is False: then the gradient of q may be summed in any order (16-bit types and
-    widths up to 128 on a Hopper GPU, long keys; elsewhere, and under
+    With `normalise`, above 0, output rows are divided by sum_j w plus that number; the weights that
+    statistics are of are not. Everything is differentiable in q, k, v, gamma and threshold, and
+    repeatable bit by bit unless `deterministic` is False: then the gradient of q may be summed in
+    any order (16-bit types and widths up to 128 on a Hopper GPU, long keys; elsewhere, and under
     `torch.use_deterministic_algorithms`, it stays repeatable). Above 1, `entropy_every` makes
     sum_j w log w in the rows of `reluformer.ops.stats.sampled_rows` only: elsewhere it is 0,
     whatever the inputs are.
@@ -170,7 +173,8 @@ def rectified_attention(
         q, k, v, scale=scale, gamma=gamma, length_exponent=length_exponent, power=power,
         threshold=threshold, causal=causal, window=window, key_lengths=key_lengths, mask=mask,
         cu_q=None, cu_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=dropout_p,
-        statistics=statistics, deterministic=deterministic, entropy_every=entropy_every,
+        statistics=statistics, deterministic=deterministic, normalise=normalise,
+        entropy_every=entropy_every,
     )  # fmt: skip
 
 
@@ -192,6 +196,7 @@ def rectified_attention_varlen(
     window: int | None,
     dropout_p: float,
     statistics: int,
+    normalise: float | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`rectified_attention` over sequences packed one after the other, without padding.
@@ -205,7 +210,7 @@ def rectified_attention_varlen(
         length_exponent=length_exponent, power=power, threshold=threshold, causal=causal,
         window=window, key_lengths=None, mask=None, cu_q=cu_seqlens_q.contiguous(),
         cu_k=cu_seqlens_k.contiguous(), max_q=max_q, max_k=max_k, dropout_p=dropout_p,
-        statistics=statistics, deterministic=deterministic,
+        statistics=statistics, deterministic=deterministic, normalise=normalise,
     )  # fmt: skip
     return out[0].transpose(0, 1), row_sum, log_sum
 
@@ -219,7 +224,7 @@ def paged_attention(
     those of `reluformer.ops.paged.decode_attention`.
     """
     gamma, threshold, heads = rule.gamma, rule.threshold, q.shape[1]
-    out, row_sum = attend_pages(
+    out: Tensor = attend_pages(
         last_contiguous(q),
         pages.keys,
         pages.values,
@@ -235,8 +240,6 @@ def paged_attention(
         float(rule.length_exponent),
         rule.power,
         causal,
-        rule.normalise is not None,
+        float(rule.normalise or 0.0),
     )
-    if rule.normalise is not None:
-        out = (out.float() / (row_sum + rule.normalise).unsqueeze(-1)).to(out.dtype)
     return out

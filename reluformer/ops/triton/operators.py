@@ -23,29 +23,29 @@ _TENSORS = (
 _NUMBERS = (
     "float scale, float gamma_value, float threshold_value, float length_exponent, int power, "
     "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, bool deterministic, "
-    "int entropy_every"
+    "int entropy_every, float normalise"
 )
 # Of the arguments of an operator, the fields of a `Problem`.
-_FIELDS = 22
+_FIELDS = 23
 
 _library = torch.library.Library("reluformer", "FRAGMENT")
 for _schema in (
     f"rectified_attention({_TENSORS}, {_NUMBERS}, int statistics)"
     " -> (Tensor out, Tensor row_sum, Tensor log_sum, Tensor count)",
     "rectified_attention_backward(Tensor? out, Tensor? count, Tensor grad_out, Tensor? grad_sum,"
-    f" Tensor? grad_log, {_TENSORS}, {_NUMBERS}, bool need_shift)"
+    f" Tensor? grad_log, Tensor? row_sum, {_TENSORS}, {_NUMBERS}, bool need_shift)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor shift)",
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
     " Tensor? key_min, Tensor? key_max, Tensor? gamma, Tensor? threshold, float scale,"
     " float gamma_value, float threshold_value, float length_exponent, int power, bool causal,"
-    " bool row_sums) -> (Tensor out, Tensor row_sum)",
+    " float normalise) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def attend(*arguments):
     """The arguments of the operator; (out, row sums, sums of w log w, counts), None or empty for
-    what was not asked for."""
+    what was not asked for. To divide by row sums, ask for them."""
     if not _plain(arguments[0]):
         return torch.ops.reluformer.rectified_attention.default(*arguments)
     if torch.is_grad_enabled() and any(
@@ -56,7 +56,7 @@ def attend(*arguments):
 
 
 def attend_pages(*arguments):
-    """The arguments of the operator for pages; (out, row sums), None or empty if not asked for."""
+    """The arguments of the operator for pages; the output."""
     if not _plain(arguments[0]):
         return torch.ops.reluformer.paged_attention.default(*arguments)
     return _run_pages(*arguments)
@@ -78,19 +78,20 @@ def _launch() -> Any:
 
 def _save(ctx, inputs, output):
     out, row_sum, log_sum, count = output
-    # Only the gradient of gamma needs results of the forward pass.
-    kept = (out, row_sum, log_sum) if ctx.needs_input_grad[3] else (None, None, None)
+    # Only the gradients of gamma and of divided rows need results of the forward pass.
+    need_gamma, divided = ctx.needs_input_grad[3], inputs[_FIELDS - 1] > 0
+    kept = (out, row_sum) if need_gamma or divided else (None, None)
     if count is not None:
         ctx.mark_non_differentiable(count)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:10], *kept, count)
+    ctx.save_for_backward(*inputs[:10], *kept, log_sum if need_gamma else None, count)
     ctx.numbers = inputs[10:_FIELDS]
 
 
 def _backward(ctx, grad_out, grad_sum, grad_log, _):
     *tensors, out, row_sum, log_sum, count = ctx.saved_tensors
     q, _, v, gamma, threshold, _, mask = tensors[:7]
-    packed, every = tensors[7] is not None, ctx.numbers[-1]
+    packed, every, epsilon = tensors[7] is not None, *ctx.numbers[-2:]
     need_gamma, need_shift = ctx.needs_input_grad[3:5]
     if grad_out is None:
         grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -100,8 +101,8 @@ def _backward(ctx, grad_out, grad_sum, grad_log, _):
         grad_log = None if grad_log is None or not grad_log.numel() else grad_log.contiguous()
         grad_sum = grad_sum if grad_sum.numel() else None
     arguments = (
-        out if need_gamma else None, None if mask is None else count, last_contiguous(grad_out),
-        grad_sum, grad_log, *tensors, *ctx.numbers, need_shift,
+        out, None if mask is None else count, last_contiguous(grad_out), grad_sum, grad_log,
+        row_sum if epsilon > 0 else None, *tensors, *ctx.numbers, need_shift,
     )  # fmt: skip
     if _plain(q):
         dq, dk, dv, row_dot, shift = _run_backward(*arguments)
@@ -110,6 +111,9 @@ def _backward(ctx, grad_out, grad_sum, grad_log, _):
         dq, dk, dv, row_dot, shift = found
     d_gamma = d_threshold = None
     if need_gamma:
+        if epsilon > 0:
+            # Weights and the sum that divides them scale alike: this much of gamma is left.
+            row_dot = row_dot * (epsilon / (row_sum + epsilon))
         if grad_sum is not None:
             row_dot = row_dot + grad_sum * row_sum
         if grad_log is not None:
@@ -143,23 +147,23 @@ def _run(*arguments):
     return _filled(arguments[0], found)
 
 
-def _run_backward(out, count, grad_out, grad_sum, grad_log, *rest):
+def _run_backward(out, count, grad_out, grad_sum, grad_log, row_sum, *rest):
     launch = _launch()
-    grads = launch.Gradients(out, count, grad_out, grad_sum, grad_log)
+    grads = launch.Gradients(out, count, grad_out, grad_sum, grad_log, row_sum)
     return launch.backward(launch.Problem(*rest[:_FIELDS]), grads, rest[_FIELDS])
 
 
 def _run_pages(
     q, keys, values, table, lengths, key_min, key_max, gamma, threshold, scale, gamma_value,
-    threshold_value, length_exponent, power, causal, row_sums,
+    threshold_value, length_exponent, power, causal, normalise,
 ):  # fmt: skip
     launch = _launch()
     problem = launch.Problem(
         q, keys, values, gamma, threshold, lengths, None, None, None, None, scale, gamma_value,
         threshold_value, length_exponent, power, causal, 0, 0.0, q.shape[2],
-        table.shape[1] * keys.shape[2],
+        table.shape[1] * keys.shape[2], normalise=normalise,
     )  # fmt: skip
-    return launch.paged(problem, table, key_min, key_max, row_sums)
+    return launch.paged(problem, table, key_min, key_max)
 
 
 def _filled(q, found):
@@ -176,11 +180,10 @@ def _fake(q, k, v, gamma, threshold, key_lengths, mask, cu_q, cu_k, seed, *rest)
 
 
 def _fake_pages(q, keys, values, *rest):
-    row_sum = row_values(q, packed=False) if rest[-1] else None
-    return _filled(q, (empty_heads(q, values.shape[-1], zero=False), row_sum))
+    return empty_heads(q, values.shape[-1], zero=False)
 
 
-def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
+def _fake_backward(out, count, grad_out, grad_sum, grad_log, row_sum, q, k, v, *rest):
     packed = rest[4] is not None
     row_dot = None if out is None else row_values(q, packed=packed)
     shift = q.new_empty(q.shape[1], dtype=torch.float32) if rest[-1] else None
@@ -189,14 +192,10 @@ def _fake_backward(out, count, grad_out, grad_sum, grad_log, q, k, v, *rest):
 
 
 _library.impl("rectified_attention", _run, "CompositeExplicitAutograd")
-_library.impl(
-    "paged_attention",
-    lambda *arguments: _filled(arguments[0], _run_pages(*arguments)),
-    "CompositeExplicitAutograd",
-)
+_library.impl("paged_attention", _run_pages, "CompositeExplicitAutograd")
 _library.impl(
     "rectified_attention_backward",
-    lambda *arguments: _filled(arguments[5], _run_backward(*arguments)),
+    lambda *arguments: _filled(arguments[2], _run_backward(*arguments)),
     "CompositeExplicitAutograd",
 )
 torch.library.register_fake("reluformer::rectified_attention", _fake, lib=_library)

@@ -35,6 +35,8 @@ class Problem(NamedTuple):
     max_k: int
     deterministic: bool = True
     entropy_every: int = 1
+    normalise: float = 0.0
+    """What is added to the sum of a row before its output is divided by it; 0: it is not."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -77,8 +79,23 @@ class Problem(NamedTuple):
         return self.power * (self.scale if self.prescaled_scores else 1.0)
 
     @property
+    def divided(self) -> bool:
+        """Whether output rows are divided by their sums of weights."""
+        return self.normalise > 0
+
+    @property
+    def epsilon(self) -> float | None:
+        """The kernels' argument for `normalise`; None leaves it out of their code."""
+        return self.normalise if self.divided else None
+
+    @property
     def per_row(self) -> bool:
-        """Whether C_i differs between the rows that one key meets."""
+        """Whether what multiplies a row differs between the rows that one key meets."""
+        return self.divided or self._varies
+
+    @property
+    def _varies(self) -> bool:
+        """Whether C_i does."""
         grouped = self.q.shape[1] != self.k.shape[1]
         varies = self.causal or self.window > 0 or self.mask is not None
         return varies or (grouped and self.gamma is not None)
@@ -88,14 +105,14 @@ class Problem(NamedTuple):
         width = max(pad(self.q.shape[-1]), pad(self.v.shape[-1]))
         # A tile of keys meets their lengths once, before its loop.
         padded = self.key_lengths is not None and kernel != "keys"
-        edged = self.per_row or padded or self.dropout_p > 0
+        edged = self._varies or padded or self.dropout_p > 0
         return tiles.pick(kernel, width, edged, self.max_k, self.q.element_size())
 
     def fused_tile(self) -> tiles.Tile | None:
         """The tile of the kernel that makes all gradients; None where two kernels are better."""
         width = max(pad(self.q.shape[-1]), pad(self.v.shape[-1]))
         padded = self.packed or self.key_lengths is not None
-        edged = self.per_row or padded or self.dropout_p > 0
+        edged = self._varies or padded or self.dropout_p > 0
         tile = tiles.pick_fused(width, edged, self.max_k, self.q.element_size())
         if tile is not None and padded:
             # A copy of the keys without padding takes the memory of a stage.
@@ -114,7 +131,7 @@ class Problem(NamedTuple):
         heads, rows = self.q.shape[1], self.q.shape[2]
         return (0, 1, heads) if self.packed else (heads * rows, rows, 1)
 
-    def numbers(self) -> tuple[float, ...]:
+    def numbers(self) -> tuple[float | None, ...]:
         """Scalar arguments in the order of the kernels."""
         return (
             self.q.shape[1],
@@ -126,11 +143,12 @@ class Problem(NamedTuple):
             self.threshold_value,
             self.length_exponent,
             self.dropout_p,
+            self.epsilon,
         )
 
-    def row_numbers(self) -> tuple[float, ...]:
+    def row_numbers(self) -> tuple[float | None, ...]:
         """Scalar arguments of the passes over rows, which meet no keys."""
-        numbers = (self.window, self.unit, self.length_exponent)
+        numbers = (self.window, self.unit, self.length_exponent, self.epsilon)
         return (*self.row_steps(), self.q.shape[1], self.max_q, self.max_k, *numbers)
 
     def row_switches(self) -> dict[str, Any]:
@@ -142,6 +160,7 @@ class Problem(NamedTuple):
             "HAS_MASK": self.mask is not None,
             "VARLEN": self.packed,
             "HAS_GAMMA": self.gamma is not None,
+            "DIVIDE": self.divided,
             "num_warps": 4,
         }
 

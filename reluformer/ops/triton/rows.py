@@ -21,6 +21,8 @@ def row_terms_kernel(
     grad_log,
     terms,
     count,
+    row_sum,
+    row_dot,
     gamma,
     lengths,
     cu_q,
@@ -34,6 +36,7 @@ def row_terms_kernel(
     window,
     unit,
     length_exponent,
+    epsilon,
     POWER: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -41,6 +44,7 @@ def row_terms_kernel(
     HAS_MASK: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
     GRADS: tl.constexpr,
     EVERY: tl.constexpr,
     ROW_SCALE: tl.constexpr,
@@ -66,8 +70,8 @@ def row_terms_kernel(
     )
     factor, constant, slope = row_terms(
         stats, rows, n_q, rows + n_k - n_q, end, window, count, grad_sum, grad_log,
-        entropy_wanted(tile * BLOCK, h, b, EVERY), unit, gamma, h, length_exponent,
-        CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, POWER, GRADS,
+        row_sum, row_dot, entropy_wanted(tile * BLOCK, h, b, EVERY), unit, gamma, h,
+        length_exponent, epsilon, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, POWER, GRADS,
     )  # fmt: skip
     if ROW_SCALE:
         constant *= factor
@@ -89,6 +93,7 @@ def scale_rows_kernel(
     grad_out,
     row_dot,
     count,
+    row_sum,
     gamma,
     lengths,
     cu_q,
@@ -114,6 +119,7 @@ def scale_rows_kernel(
     window,
     unit,
     length_exponent,
+    epsilon,
     multiplier,
     ROWS: tl.constexpr,
     D: tl.constexpr,
@@ -126,10 +132,13 @@ def scale_rows_kernel(
     HAS_MASK: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    COPY: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     ROW_DOT: tl.constexpr,
 ):
-    """dst = multiplier src, times C_i with `ROW_SCALE`; with `ROW_DOT` out.grad_out per row too."""
+    """With `COPY` dst = multiplier src, times C_i (`DIVIDE`: C_i / T_i) with `ROW_SCALE`; with
+    `ROW_DOT` out.grad_out per row."""
     tiles = tl.cdiv(q_length, ROWS)
     row = tl.program_id(0) % tiles * ROWS
     bh = tl.program_id(0) // tiles
@@ -142,26 +151,28 @@ def scale_rows_kernel(
         if row >= n_q:
             return
     rows = row + tl.arange(0, ROWS)
-    tile = load_tile(
-        src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
-        ROWS, D_PAD, D, False, True,
-    ).to(tl.float32)  # fmt: skip
     stats = (
         batch.to(tl.int64) * stride_sb
         + h.to(tl.int64) * stride_sh
         + (first_q + rows).to(tl.int64) * stride_st
     )
-    tile *= multiplier
-    if ROW_SCALE:
-        factor, _, _ = row_terms(
-            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, True, unit, gamma,
-            h, length_exponent, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, 1, 0,
+    if COPY:
+        tile = load_tile(
+            src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
+            ROWS, D_PAD, D, False, True,
+        ).to(tl.float32)  # fmt: skip
+        tile *= multiplier
+        if ROW_SCALE:
+            factor, _, _ = row_terms(
+                stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, row_sum,
+                count, True, unit, gamma, h, length_exponent, epsilon,
+                CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, 1, 0,
+            )  # fmt: skip
+            tile *= factor[:, None]
+        store_tile(
+            dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
+            stride_db, stride_dh, stride_dt, first_q + n_q, ROWS, D_PAD, D, False,
         )  # fmt: skip
-        tile *= factor[:, None]
-    store_tile(
-        dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
-        stride_db, stride_dh, stride_dt, first_q + n_q, ROWS, D_PAD, D, False,
-    )  # fmt: skip
     if ROW_DOT:
         o_tile = load_tile(
             out, batch, h, first_q + row, stride_ob, stride_oh, stride_ot, first_q + n_q,

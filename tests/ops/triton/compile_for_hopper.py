@@ -90,15 +90,17 @@ def main() -> None:
             decode(width, rows, page)
             label += ", with row sums"
             decode(width, rows, page, row_sums=True)
-    for width, causal in itertools.product((64, 128), (False, True)):
-        label = f"width {width}, causal {causal}, power 4"
-        fourth_power(width, causal, True)
+            label = label.replace("with row sums", "divided")
+            decode(width, rows, page, normalise=1e-4)
+    for width, causal, normalise in itertools.product((64, 128), (False, True), (0.0, 1e-4)):
+        label = f"width {width}, causal {causal}, power 4" + ", divided" * (normalise > 0)
+        fourth_power(width, causal, True, normalise)
         label += ", all gradients"
-        fourth_power(width, causal, False)
+        fourth_power(width, causal, False, normalise)
     print(json.dumps(found))
 
 
-def fourth_power(width: int, causal: bool, deterministic: bool) -> None:
+def fourth_power(width: int, causal: bool, deterministic: bool, normalise: float) -> None:
     """Forward and backward with a learned threshold, without which this power is not used.
 
     Not `deterministic`: the kernel for all gradients but the threshold's, whose sums make it spill.
@@ -107,15 +109,20 @@ def fourth_power(width: int, causal: bool, deterministic: bool) -> None:
     problem = launch.Problem(
         q, q, q, None, torch.empty(2), None, None, None, None, None,
         width**-0.5, 1.0, 0.0, 0.5, 4, causal, 0, 0.0, 4096, 4096, deterministic,
+        normalise=normalise,
     )  # fmt: skip
     with tiles.override(tma=True):
         if deterministic:
-            launch.forward(problem, 0)
+            launch.forward(problem, int(problem.divided))
         grads = launch.Gradients(None, None, torch.empty_like(q), None, None)
+        if problem.divided:
+            grads = grads._replace(out=torch.empty_like(q), row_sum=torch.empty(q.shape[:3]))
         launch.backward(problem, grads, need_shift=deterministic)
 
 
-def decode(width: int, rows: int, page: int, row_sums: bool = False) -> None:
+def decode(
+    width: int, rows: int, page: int, row_sums: bool = False, normalise: float = 0.0
+) -> None:
     """One call with four query heads per key head, to pages with bounds if `page` is their size."""
     q = torch.empty(2, 8, rows, width, dtype=torch.bfloat16)
     pages = lengths = None
@@ -128,6 +135,7 @@ def decode(width: int, rows: int, page: int, row_sums: bool = False) -> None:
     problem = launch.Problem(
         q, k, k, None, None, lengths, None, None, None, None,
         width**-0.5, 1.0, 0.0, 0.5, 1, rows > 1, 0, 0.0, rows, 4096,
+        normalise=normalise,
     )  # fmt: skip
     decode_launch.decode(problem, pages, row_sums=row_sums)
 

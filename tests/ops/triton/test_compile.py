@@ -9,6 +9,15 @@ from typing import Any
 
 import pytest
 
+# With a threshold, whatever the power, the widest tile puts addresses away before the loop over its
+# ragged end; the loop over whole tiles keeps all in registers. Row sums, or their gradients, put
+# away more, and to divide by them as much as they do.
+SPILLS = {
+    "forward_kernel width 128, causal False, power 4": 6,
+    "forward_kernel width 128, causal False, power 4, divided": 19,
+    "keys_kernel width 64, causal True, power 4, divided, all gradients": 8,
+}
+
 
 def _script(name: str) -> Any:
     """Last line of a script's output; a process of its own, for here Triton is an interpreter."""
@@ -23,13 +32,11 @@ def _script(name: str) -> Any:
 @pytest.mark.slow
 def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
-    assert len(kernels) == 40
+    assert len(kernels) == 60
     for name, code in kernels.items():
-        # With a threshold, whatever the power, the widest tile puts addresses away before the loop
-        # over its ragged end; the loop over whole tiles keeps all in registers. Beside a loop with
-        # logarithms it may have to put one away.
-        ragged = name == "forward_kernel width 128, causal False, power 4"
-        assert code["spills"] <= (6 if ragged else 2 if "entropies" in name else 0), name
+        # Beside a loop with logarithms the widest tile may have to put an address away.
+        allowed = SPILLS.get(name, 2 if "entropies" in name else 0)
+        assert code["spills"] <= allowed, name
         if name.startswith("decode"):
             assert code["products"] + code["narrow products"] > 0, name
             # The keys of later tiles are under way while a tile is multiplied.
@@ -51,4 +58,4 @@ def test_hopper_code() -> None:
 @pytest.mark.slow
 def test_prepared_launches_pass_what_triton_passes() -> None:
     found = _script("launch_twice.py")
-    assert found == {"launches": 13, "different": []}
+    assert found == {"launches": 24, "different": []}

@@ -1,5 +1,6 @@
 """Decoding: few rows, many keys. Poisoned memory proves what is never read."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,17 @@ CASES = [
     Case("window", queries=3, keys=50, window=7, length_exponent=1.0),
     Case("fewer keys than queries", queries=9, keys=5, causal=True),
     Case("widths", queries=2, width=96, value_width=32, length_exponent=0.0),
+    Case("divided", heads=4, queries=3, power=4, threshold=-1.0, causal=True, normalise=1e-4),
+    Case("divided, mask", queries=5, mask=(1, 1, 5, 45), gamma=True, statistics=1, normalise=0.1),
+    Case(
+        "divided, padding, nothing",
+        batch=2,
+        queries=2,
+        key_lengths=(0, 40),
+        gamma=True,
+        threshold=(3.0, -0.2),
+        normalise=0.1,
+    ),
 ]
 
 
@@ -84,10 +96,9 @@ def results(given: Arguments, tile: Tile) -> list[Tensor]:
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_matches_the_formula(at: int) -> None:
     given = arguments(CASES[at], torch.float32, "cpu", transposed=at % 2 == 0)
-    # Masks need both ways: counts are summed too.
-    for tile in (
-        (SPLIT, WHOLE) if CASES[at].mask is not None else (WHOLE if at % 3 == 2 else SPLIT,)
-    ):
+    # Masks and divisors need both ways: counts and sums are summed too.
+    both = CASES[at].mask is not None or CASES[at].normalise is not None
+    for tile in (SPLIT, WHOLE) if both else (WHOLE if at % 3 == 2 else SPLIT,):
         for found, wanted in zip(results(given, tile), expected(given)[0], strict=True):
             assert error(found, wanted) <= 1e-6
 
@@ -100,9 +111,11 @@ def test_float16() -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize("normalise", [None, 0.1], ids=["undivided", "divided"])
 @pytest.mark.parametrize("mask", [None, (1, 2, 3, 45)], ids=["plain", "mask"])
-def test_gradients_pass_through(mask: tuple[int, ...] | None) -> None:
-    case = Case("gradients", queries=3, mask=mask, gamma=True, threshold=(0.1, -0.1), statistics=1)
+def test_gradients_pass_through(mask: tuple[int, ...] | None, normalise: float | None) -> None:
+    case = Case("gradients", queries=3, mask=mask, gamma=True, threshold=(0.1, -0.1))
+    case = replace(case, statistics=int(normalise is None), normalise=normalise)
     with tiles.override(
         {"decode": SPLIT, **dict.fromkeys(("keys", "queries"), Tile(16, 16, 4, 1))}
     ):
@@ -347,13 +360,13 @@ def test_append_stores_what_the_reference_stores(bounds: bool) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("row_sums", [False, True])
-def test_operator_for_pages_is_well_formed(row_sums: bool) -> None:
+@pytest.mark.parametrize("normalise", [0.0, 0.1])
+def test_operator_for_pages_is_well_formed(normalise: float) -> None:
     cache = cache_of([20, 7], bounds=True)
     torch.library.opcheck(
         torch.ops.reluformer.paged_attention.default,
         (torch.randn(2, 4, 2, 16), cache.keys, cache.values, cache.table, cache.lengths,
          cache.key_min, cache.key_max, torch.ones(4), None, 0.25, 1.0, 0.1, 0.5, 1, True,
-         row_sums),
+         normalise),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip

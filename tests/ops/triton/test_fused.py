@@ -74,8 +74,10 @@ def test_matches_the_formula(at: int, fused: list[Any]) -> None:
 def test_float16(fused: list[Any]) -> None:
     case = Case("half", causal=True, threshold=0.1, gamma=True, statistics=2)
     with tiles.override(_small(2), tma=True):
-        check(fast, arguments(case, torch.float16, "cpu"), 3e-3, 6e-3)
-    assert len(fused) == 1
+        for normalise in (None, 0.01):
+            half = replace(case, normalise=normalise)
+            check(fast, arguments(half, torch.float16, "cpu"), 3e-3, 6e-3)
+    assert len(fused) == 2
 
 
 @on_cpu
@@ -87,18 +89,20 @@ def test_packed_sequences(
     monkeypatch.setattr(op, "rectified_attention_varlen", partial(original, deterministic=False))
     small = _small(2)
     with tiles.override({**small, "fused": replace(small["fused"], one_loop=one_loop)}, tma=True):
-        results = _varlen(torch.float32)
+        results = _varlen(torch.float32, 0.1 if one_loop else None)
     for actual, wanted in zip(results["found"], results["wanted"], strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
     assert len(fused) == 1
 
 
 @on_cpu
-@pytest.mark.parametrize("power", [1, 4])
-def test_dropout(power: int, fused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("power", "normalise"), [(1, None), (4, None), (4, 0.1)])
+def test_dropout(
+    power: int, normalise: float | None, fused: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(op, "rectified_attention", fast)
     with tiles.override(_small(1), tma=True):
-        _check_dropout(power)
+        _check_dropout(power, normalise)
     assert len(fused) == 1
 
 
@@ -108,6 +112,7 @@ def test_padding_may_hold_anything(one_loop: bool, fused: list[Any]) -> None:
     case = Case(
         "poisoned padding", batch=2, key_lengths=(20, 0), threshold=(-0.3, 0.3), statistics=2
     )
+    case = replace(case, normalise=0.1 if one_loop else None)
     given = arguments(case, torch.float32, "cpu")
     _, wanted = expected(given)
     with torch.no_grad():
@@ -173,8 +178,9 @@ def test_on_the_device(edged: bool, width: int, dtype: torch.dtype, fused: list[
         plain = Case("long", batch=2, **shape)
         for case in (plain, replace(plain, causal=True), replace(plain, key_lengths=(301, 77))):
             check(fast, _long(case, dtype), *BOUNDS[dtype])
+            check(fast, _long(replace(case, normalise=0.01), dtype), *LOOSE[dtype])
         # float16 refuses higher powers.
         cases = [case for case in CASES if case.power <= 2 or dtype == torch.bfloat16]
         for case in cases:
             check(fast, arguments(replace(case, **shape), dtype, "cuda"), *LOOSE[dtype])
-    assert len(fused) == 3 + len(cases)
+    assert len(fused) == 6 + len(cases)

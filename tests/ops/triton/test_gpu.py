@@ -50,6 +50,9 @@ def test_every_tile(kernel: tiles.Kernel, width: int, dtype: torch.dtype) -> Non
                 with tiles.override({kernel: tile}, tma=tma):
                     given = arguments(case, dtype, "cuda", transposed=tma is None)
                     check(op.rectified_attention, given, *BOUNDS[dtype])
+            divided = replace(case, normalise=0.01)
+            with tiles.override({kernel: tile}):
+                check(op.rectified_attention, arguments(divided, dtype, "cuda"), *LOOSE[dtype])
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -80,31 +83,38 @@ def test_sampled_entropies_are_some_of_all(width: int, causal: bool, determinist
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_packed_sequences(dtype: torch.dtype) -> None:
-    results = _varlen(dtype)
+@pytest.mark.parametrize("normalise", [None, 0.1])
+def test_packed_sequences(dtype: torch.dtype, normalise: float | None) -> None:
+    results = _varlen(dtype, normalise)
     _, bound = LOOSE[dtype]
     for actual, wanted in zip(results["found"], results["wanted"], strict=True):
         assert float((actual.double() - wanted).norm() / wanted.norm()) <= bound
 
 
-@pytest.mark.parametrize("power", [1, 4])
-def test_dropout_is_the_same_forward_and_backward(power: int) -> None:
-    _check_dropout(power)
+@pytest.mark.parametrize(("power", "normalise"), [(1, None), (4, None), (4, 0.1)])
+def test_dropout_is_the_same_forward_and_backward(power: int, normalise: float | None) -> None:
+    _check_dropout(power, normalise)
 
 
-def _medium() -> Arguments:
+def _medium(normalise: float | None) -> Arguments:
     case = Case("medium", batch=2, heads=4, queries=700, keys=700, width=64, value_width=64)
-    return arguments(replace(case, causal=True, gamma=True), torch.bfloat16, "cuda")
+    case = replace(case, causal=True, gamma=True, normalise=normalise)
+    return arguments(case, torch.bfloat16, "cuda")
 
 
-def test_compiled_without_a_graph_break() -> None:
-    _check_compiled(_medium(), "inductor")
+either = pytest.mark.parametrize("normalise", [None, 0.01], ids=["plain", "divided"])
 
 
-def test_prepared_launches_repeat_the_first_bit_by_bit() -> None:
+@either
+def test_compiled_without_a_graph_break(normalise: float | None) -> None:
+    _check_compiled(_medium(normalise), "inductor")
+
+
+@either
+def test_prepared_launches_repeat_the_first_bit_by_bit(normalise: float | None) -> None:
     # Others may have left launches that never came about.
     launcher.LAUNCHES.clear()
-    given = _medium()
+    given = _medium(normalise)
     first, second, third = (found(op.rectified_attention, given) for _ in range(3))
     assert all(each.compiled is not None for each in launcher.LAUNCHES.values())
     for later in (second, third):
@@ -118,8 +128,9 @@ def test_on_another_device_than_the_current_one() -> None:
     check(op.rectified_attention, arguments(case, torch.bfloat16, "cuda:1"), *LOOSE[torch.bfloat16])
 
 
-def test_captured_in_a_graph() -> None:
-    given = _medium()
+@either
+def test_captured_in_a_graph(normalise: float | None) -> None:
+    given = _medium(normalise)
     q, k, v = (given.leaves[name].detach() for name in "qkv")
     given.options["gamma"] = given.options["gamma"].detach()
     wanted = op.rectified_attention(q, k, v, **given.options)[0]

@@ -47,6 +47,16 @@ def test_matches_the_formula(at: int) -> None:
         Case("one loop", causal=True, key_lengths=(20,), statistics=2),
         Case("prescaled", causal=True, statistics=2, threshold=(0.2, -0.2)),
         Case("prescaled, power four", causal=True, power=4, gamma=True, threshold=(-4.0, 0.2)),
+        Case(
+            "prescaled, divided",
+            heads=4,
+            power=4,
+            key_lengths=(20,),
+            gamma=True,
+            threshold=(-4.0, 3.0, 0.2, 0.0),
+            statistics=2,
+            normalise=1e-2,
+        ),
     ],
     ids=str,
 )
@@ -84,8 +94,10 @@ def _dropout_case(power: int) -> tuple[Arguments, Tensor]:
     return given, kept
 
 
-def _check_dropout(power: int) -> None:
+def _check_dropout(power: int, normalise: float | None = None) -> None:
     given, kept = _dropout_case(power)
+    # Rows are divided by their sums before dropout.
+    given.options["normalise"] = normalise
     assert 0.1 < float((kept > 0).float().mean()) < 0.5
     assert torch.allclose(kept[kept > 0], torch.tensor(1 / 0.6, device=DEVICE), rtol=1e-2)
     torch.manual_seed(1)
@@ -97,10 +109,10 @@ def _check_dropout(power: int) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("power", [1, 4])
-def test_dropout_is_the_same_forward_and_backward(power: int) -> None:
+@pytest.mark.parametrize(("power", "normalise"), [(1, None), (4, None), (4, 0.1)])
+def test_dropout_is_the_same_forward_and_backward(power: int, normalise: float | None) -> None:
     with tiles.override(dict(SMALL)):
-        _check_dropout(power)
+        _check_dropout(power, normalise)
 
 
 @on_cpu
@@ -131,11 +143,12 @@ def test_dropout_looks_random() -> None:
         assert abs(float((a * b).mean())) / 0.21 < 0.035
 
 
-def _varlen(dtype: torch.dtype) -> dict[str, Any]:
+def _varlen(dtype: torch.dtype, normalise: float | None = None) -> dict[str, Any]:
     """Packed sequences, two of them empty, against one dense call per sequence."""
     q_ends, k_ends = [0, 5, 5, 10, 29], [0, 9, 12, 12, 45]
     case = Case("packed", batch=1, heads=4, gamma=True, threshold=(0.3, -0.3, 0.0, 0.1))
-    given = arguments(replace(case, causal=True, statistics=2), dtype, DEVICE)
+    case = replace(case, causal=True, statistics=2, normalise=normalise)
+    given = arguments(case, dtype, DEVICE)
     packed = {name: leaf.detach()[0].transpose(0, 1) for name, leaf in given.leaves.items()
               if len(name) == 1}  # fmt: skip
     # Two rows past the last sequence hold NaN: they must neither be read nor get a gradient.
@@ -182,9 +195,10 @@ def _varlen(dtype: torch.dtype) -> dict[str, Any]:
 
 @on_cpu
 @pytest.mark.parametrize("tma", [False, True])
-def test_packed_sequences(tma: bool) -> None:
+@pytest.mark.parametrize("normalise", [None, 0.1])
+def test_packed_sequences(tma: bool, normalise: float | None) -> None:
     with tiles.override(dict(SMALL), tma=tma):
-        results = _varlen(torch.float32)
+        results = _varlen(torch.float32, normalise)
     for actual, wanted in zip(results["found"], results["wanted"], strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
 
@@ -195,6 +209,7 @@ def test_padding_may_hold_anything() -> None:
         "poisoned padding", batch=2, key_lengths=(20, 0), threshold=(-0.3, 0.3), statistics=2
     )
     for tma in (False, True):
+        case = replace(case, normalise=0.1 if tma else None)
         given = arguments(case, torch.float32, "cpu")
         clean, clean_grads = expected(given)
         with torch.no_grad():
@@ -250,10 +265,12 @@ def _check_compiled(given: Arguments, backend: str) -> None:
 @on_cpu
 def test_compiled_without_a_graph_break() -> None:
     with tiles.override(dict(SMALL)):
-        _check_compiled(arguments(CASES[8], torch.float32, "cpu"), "aot_eager")
+        for case in (CASES[8], replace(CASES[2], gamma=True, normalise=0.1)):
+            _check_compiled(arguments(case, torch.float32, "cpu"), "aot_eager")
 
 
-def test_operator_is_well_formed() -> None:
+@pytest.mark.parametrize("normalise", [0.0, 0.1])
+def test_operator_is_well_formed(normalise: float) -> None:
     given = arguments(CASES[8], torch.float32, DEVICE)
     q, k, v = (given.leaves[name] for name in "qkv")
     gamma = given.leaves["gamma"]
@@ -261,7 +278,7 @@ def test_operator_is_well_formed() -> None:
         torch.library.opcheck(
             torch.ops.reluformer.rectified_attention.default,
             (q, k, v, gamma, None, None, given.options["mask"], None, None, None)
-            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, True, 1, 2),
+            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, True, 1, normalise, 2),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
 
