@@ -126,7 +126,10 @@ def _forward(
     if plan.whole:
         if plan.rules.mask is not None or plan.rules.key_lengths is not None:
             visible = plan.rules.table(q.shape[2], plan.keys, q.device)
-        x = tiles.whole_scores(plan, tables_q, tables_k, visible, q.shape[1])
+        opening = None
+        if (threshold is not None or plan.threshold) and _subtracts(plan, q):
+            opening = _opening(plan, q, threshold)
+        x = tiles.whole_scores(plan, tables_q, tables_k, visible, q.shape[1], opening)
         weight = tiles.weigh(plan, x, sums, logs)
         if plan.dropout_p:
             kept = torch.empty_like(x).bernoulli_(1 - plan.dropout_p).div_(1 - plan.dropout_p)
@@ -237,10 +240,10 @@ def _tables(
 
     For few rows k and v are as in memory, which may be [B, Hkv, Tk, .].
     """
-    if threshold is not None or plan.threshold:
+    if (threshold is not None or plan.threshold) and not _subtracts(plan, q):
         q, k = _with_threshold(plan, q, k, threshold)
     groups = q.shape[1] // k.shape[1]
-    if q.shape[2] < tiles.MANY_ROWS and not plan.trained:
+    if _few(plan, q):
         k, v = (
             each.flatten(0, 1)
             if each.shape[0] <= 1 or each.stride(0) == each.shape[1] * each.stride(1)
@@ -258,6 +261,23 @@ def _tables(
     return _grouped(q, groups), k.flatten(0, 1), v.flatten(0, 1)
 
 
+def _few(plan: tiles.Plan, q: Tensor) -> bool:
+    """Whether the call decodes: copies of k and v would take longer than what is done with them."""
+    return q.shape[2] < tiles.MANY_ROWS and not plan.trained
+
+
+def _subtracts(plan: tiles.Plan, q: Tensor) -> bool:
+    """Whether thresholds are subtracted from finished scores, not in their product."""
+    return _few(plan, q) and q.dtype != torch.bfloat16
+
+
+def _opening(plan: tiles.Plan, q: Tensor, threshold: Tensor | None) -> Tensor:
+    """-threshold / scale of each head, [H]."""
+    exact = _sum_dtype(q)
+    opening = torch.full((q.shape[1],), -plan.threshold / plan.scale, dtype=exact)
+    return opening if threshold is None else opening - threshold.detach().to(exact) / plan.scale
+
+
 def _with_threshold(
     plan: tiles.Plan, q: Tensor, k: Tensor, threshold: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -266,11 +286,7 @@ def _with_threshold(
     The product subtracts it before it rounds, so that in bfloat16 too the sign, which gates the
     gradient, is that of the exact difference. Three parts hold a float32 in bfloat16.
     """
-    exact = _sum_dtype(q)
-    rest = torch.full((q.shape[1],), -plan.threshold / plan.scale, dtype=exact)
-    if threshold is not None:
-        rest = rest - threshold.detach().to(exact) / plan.scale
-    parts = []
+    exact, rest, parts = _sum_dtype(q), _opening(plan, q, threshold), []
     for _ in range(3 if q.dtype == torch.bfloat16 else 1):
         parts.append(rest.to(q.dtype))
         rest = rest - parts[-1].to(exact)

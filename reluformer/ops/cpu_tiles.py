@@ -75,21 +75,25 @@ class Plan(NamedTuple):
         return max(0, -high), min(count, keys.stop - keys.start - low)
 
 
-def whole_scores(plan: Plan, q: Tensor, k: Tensor, visible: Tensor | None, heads: int) -> Tensor:
-    """x [B * Hkv, G * Tq, Tk]; visible broadcasts to [B, H, Tq, Tk]."""
+def whole_scores(
+    plan: Plan, q: Tensor, k: Tensor, visible: Tensor | None, heads: int, opening: Tensor | None
+) -> Tensor:
+    """x [B * Hkv, G * Tq, Tk]; visible broadcasts to [B, H, Tq, Tk], opening [H] is added."""
     rows, n_q = q.flatten(1, 2), q.shape[2]
     if q.dtype == torch.bfloat16 and n_q < MANY_ROWS:
         # A few rows times a transposed table of bfloat16 can take four times as long as this.
         x = multiply(k, rows.transpose(1, 2)).transpose(1, 2).contiguous()
     else:
         x = multiply(rows, k.transpose(-1, -2))
+    if opening is not None:
+        x.view(-1, heads, n_q, plan.keys).add_(opening.to(x.dtype).view(heads, 1, 1))
     if visible is None:
         if plan.rules.causal or plan.rules.window is not None:
             by_head = x.view(*q.shape[:3], plan.keys)
             _cut(by_head, *plan.band(slice(0, n_q), slice(0, plan.keys)))
     else:
         # Far faster than filling, and as deaf to what hidden keys hold.
-        by_head = x.view(rows.shape[0] * q.shape[1] // heads, heads, n_q, plan.keys)
+        by_head = x.view(-1, heads, n_q, plan.keys)
         by_head.view(_INTEGERS[x.dtype]).mul_(visible)
     return _rectify(x)
 
