@@ -85,15 +85,17 @@ def whole_scores(
         x = multiply(k, rows.transpose(1, 2)).transpose(1, 2).contiguous()
     else:
         x = multiply(rows, k.transpose(-1, -2))
+    batch = rows.shape[0] * q.shape[1] // heads
     if opening is not None:
-        x.view(-1, heads, n_q, plan.keys).add_(opening.to(x.dtype).view(heads, 1, 1))
+        by_head = x.view(batch, heads, n_q, plan.keys)
+        by_head.add_(opening.to(x.dtype).view(heads, 1, 1))
     if visible is None:
         if plan.rules.causal or plan.rules.window is not None:
             by_head = x.view(*q.shape[:3], plan.keys)
             _cut(by_head, *plan.band(slice(0, n_q), slice(0, plan.keys)))
     else:
         # Far faster than filling, and as deaf to what hidden keys hold.
-        by_head = x.view(-1, heads, n_q, plan.keys)
+        by_head = x.view(batch, heads, n_q, plan.keys)
         by_head.view(_INTEGERS[x.dtype]).mul_(visible)
     return _rectify(x)
 

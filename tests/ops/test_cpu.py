@@ -178,3 +178,10 @@ def test_autocast_rounds_nothing() -> None:
     given = arguments(Case("", causal=True), torch.float32, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         check(cpu.rectified_attention, given, 2e-6, 6e-6)
+
+
+def test_decoding_without_any_key_reads_nothing() -> None:
+    q, none = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 0, 8)
+    thresholds = torch.full((4,), -4.0)
+    out = relu_attention(q, none, none, threshold=thresholds, normalise=1e-4, impl="cpu")
+    assert out.shape == q.shape and not out.any()
