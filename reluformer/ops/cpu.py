@@ -118,7 +118,8 @@ def _forward(
     threshold: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[Any, ...]]:
     """Output, row sums and sums of w log w; then C, and x and what dropout kept if in one piece."""
-    tables_q, tables_k, tables_v = _tables(plan, q, k, v, threshold)
+    opening = _opening(plan, q, threshold)
+    tables_q, tables_k, tables_v = _tables(plan, q, k, v, opening)
     sums = logs = x = kept = visible = None
     if plan.statistics:
         sums = torch.zeros(tables_q.shape[:3], dtype=_sum_dtype(q))
@@ -126,10 +127,8 @@ def _forward(
     if plan.whole:
         if plan.rules.mask is not None or plan.rules.key_lengths is not None:
             visible = plan.rules.table(q.shape[2], plan.keys, q.device)
-        opening = None
-        if (threshold is not None or plan.threshold) and _subtracts(plan, q):
-            opening = _opening(plan, q, threshold)
-        x = tiles.whole_scores(plan, tables_q, tables_k, visible, q.shape[1], opening)
+        added = opening if _adds_later(plan, q) else None
+        x = tiles.whole_scores(plan, tables_q, tables_k, visible, q.shape[1], added)
         weight = tiles.weigh(plan, x, sums, logs)
         if plan.dropout_p:
             kept = torch.empty_like(x).bernoulli_(1 - plan.dropout_p).div_(1 - plan.dropout_p)
@@ -179,7 +178,7 @@ class _Attention(torch.autograd.Function):
         width, groups = q.shape[-1], q.shape[1] // k.shape[1]
         if grad is None:
             grad = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        tables = _tables(plan, q, k, v, threshold)
+        tables = _tables(plan, q, k, v, _opening(plan, q, threshold))
         ratio = _divided(plan, factor, sums)
         dot: Any = None if out is None else (out.to(exact) * grad.to(exact)).sum(-1)
         scaled = _grouped((grad * _column(ratio)).to(q.dtype).contiguous(), groups)
@@ -234,14 +233,14 @@ def _like(tables: Tensor, other: Tensor) -> Tensor:
 
 
 def _tables(
-    plan: tiles.Plan, q: Tensor, k: Tensor, v: Tensor, threshold: Tensor | None
+    plan: tiles.Plan, q: Tensor, k: Tensor, v: Tensor, opening: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B * Hkv, G, Tq, D'], k and v [B * Hkv, Tk', .]: columns for the threshold, padding cut.
 
     For few rows k and v are as in memory, which may be [B, Hkv, Tk, .].
     """
-    if (threshold is not None or plan.threshold) and not _subtracts(plan, q):
-        q, k = _with_threshold(plan, q, k, threshold)
+    if opening is not None and not _adds_later(plan, q):
+        q, k = _with_threshold(q, k, opening)
     groups = q.shape[1] // k.shape[1]
     if _few(plan, q):
         k, v = (
@@ -266,30 +265,30 @@ def _few(plan: tiles.Plan, q: Tensor) -> bool:
     return q.shape[2] < tiles.MANY_ROWS and not plan.trained
 
 
-def _subtracts(plan: tiles.Plan, q: Tensor) -> bool:
-    """Whether thresholds are subtracted from finished scores, not in their product."""
+def _adds_later(plan: tiles.Plan, q: Tensor) -> bool:
+    """Whether the opening is added to finished scores, not in their product."""
     return _few(plan, q) and q.dtype != torch.bfloat16
 
 
-def _opening(plan: tiles.Plan, q: Tensor, threshold: Tensor | None) -> Tensor:
-    """-threshold / scale of each head, [H]."""
+def _opening(plan: tiles.Plan, q: Tensor, threshold: Tensor | None) -> Tensor | None:
+    """-threshold / scale of each head, [H]; None without a threshold."""
+    if threshold is None and not plan.threshold:
+        return None
     exact = _sum_dtype(q)
     opening = torch.full((q.shape[1],), -plan.threshold / plan.scale, dtype=exact)
     return opening if threshold is None else opening - threshold.detach().to(exact) / plan.scale
 
 
-def _with_threshold(
-    plan: tiles.Plan, q: Tensor, k: Tensor, threshold: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """q and k with columns whose product is -threshold / scale.
+def _with_threshold(q: Tensor, k: Tensor, opening: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with columns whose product is the opening [H] of each head.
 
-    The product subtracts it before it rounds, so that in bfloat16 too the sign, which gates the
+    The product adds it before it rounds, so that in bfloat16 too the sign, which gates the
     gradient, is that of the exact difference. Three parts hold a float32 in bfloat16.
     """
-    exact, rest, parts = _sum_dtype(q), _opening(plan, q, threshold), []
+    rest, parts = opening, []
     for _ in range(3 if q.dtype == torch.bfloat16 else 1):
         parts.append(rest.to(q.dtype))
-        rest = rest - parts[-1].to(exact)
+        rest = rest - parts[-1].to(rest.dtype)
     columns = torch.stack(parts, -1)[:, None].expand(*q.shape[:-1], len(parts))
     ones = torch.ones((*k.shape[:-1], len(parts)), dtype=k.dtype)
     return torch.cat([q, columns], -1), torch.cat([k, ones], -1)
