@@ -1,13 +1,22 @@
 """Softmax attention through torch's fused kernels, so that comparisons meet softmax at its best."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
+
+# cuDNN builds a plan for every new shape, which takes up to half a second.
+_WITHOUT_PLANS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def why_not(attention: Attention, call: Call, options: Mapping[str, Any]) -> str | None:
@@ -37,17 +46,25 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     if mask is not None:
         # torch takes no mask of fewer than two dimensions.
         mask = mask.expand(*call.q.shape[:3], keys)
-    output = functional.scaled_dot_product_attention(
-        call.q,
-        call.k,
-        call.v,
-        attn_mask=mask,
-        dropout_p=call.dropout_p,
-        is_causal=plainly_causal,
-        scale=call.scale,
-        enable_gqa=call.groups > 1,
-    )
+    with _kernels(call):
+        output = functional.scaled_dot_product_attention(
+            call.q,
+            call.k,
+            call.v,
+            attn_mask=mask,
+            dropout_p=call.dropout_p,
+            is_causal=plainly_causal,
+            scale=call.scale,
+            enable_gqa=call.groups > 1,
+        )
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     # Under autocast torch answers in half precision; like the reference we answer in q's dtype.
     return AttentionResult(output.to(call.q.dtype), None, None)
+
+
+def _kernels(call: Call) -> AbstractContextManager[Any]:
+    """Which of torch's kernels may run: while a text is made, every token is a new shape."""
+    if call.q.is_cuda and torch.is_inference_mode_enabled():
+        return sdpa_kernel(_WITHOUT_PLANS)
+    return nullcontext()

@@ -103,3 +103,24 @@ def test_an_explicit_request_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=rf"impl='sdpa' cannot run this {name} .*{reason}"):
         ATTENTIONS[name](*make(), impl="sdpa", **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("searching", [False, True])
+def test_search_keeps_away_from_kernels_with_plans(
+    searching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchs, seen = functional.scaled_dot_product_attention, []
+
+    def spy(*args: Any, **options: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torchs(*args, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    q, k, v = (each.cuda().bfloat16() for each in make(rows=1, keys=9))
+    with torch.inference_mode(searching):
+        found = attention("softmax", q, k, v, key_lengths=torch.tensor([9, 4]).cuda(), impl="sdpa")
+    assert seen == [not searching]
+    wanted = attention("softmax", q.cpu().float(), k.cpu().float(), v.cpu().float(),
+                       key_lengths=torch.tensor([9, 4]), impl="reference")  # fmt: skip
+    assert torch.allclose(found.cpu().float(), wanted, atol=2e-2)
