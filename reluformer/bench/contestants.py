@@ -32,8 +32,10 @@ _SEARCHED = ("sparsemax", "entmax15")
 # FlexAttention compiles anew for each length: it takes part at one.
 _FLEX_LENGTH = 4096
 
-# The published trick adds this inside the logarithm and subtracts its share afterwards.
-_LOG_OFFSET = 1.0
+# The published trick adds an offset inside the logarithm and subtracts its share afterwards, 1 by
+# default. Of so large a share little but rounding errors is left where weights are sparse; this one
+# loses nothing, and costs as much.
+_LOG_OFFSET = 1e-5
 
 
 def _no_options(batch: int, heads: int) -> dict[str, Any]:
@@ -122,8 +124,30 @@ def _flex_compiled(kind: str, causal: bool, device: str) -> Run:
     # Silently running without compilation would be worse than refusing.
     torch._dynamo.config.recompile_limit = 64
     make = {"softmax": flex_softmax, "relu": flex_log_of_relu}[kind]
-    compiled: Run = torch.compile(make(causal, device), fullgraph=True, dynamic=False)
-    return compiled
+    return keeping_graph(torch.compile(make(causal, device), fullgraph=True, dynamic=False))
+
+
+def keeping_graph(compiled: Run) -> Run:
+    """A compiled function whose backward can be run again and again, as the timing of one does.
+
+    For that its code may not reuse the memory of what its forward saved. The setting counts when
+    the forward is compiled, and again whenever the backward runs: in a thread of autograd's own,
+    where settings of other threads need not be known.
+    """
+    from torch._functorch import config
+
+    def forbid_here(grad: Tensor) -> None:
+        config.donated_buffer = False
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        with config.patch(donated_buffer=False):
+            outputs = compiled(q, k, v)
+        for each in outputs:
+            if each.requires_grad:
+                each.register_hook(forbid_here)  # type: ignore[no-untyped-call]
+        return outputs
+
+    return run
 
 
 def flex_softmax(causal: bool, device: str, length: int = _FLEX_LENGTH) -> Run:
@@ -138,7 +162,9 @@ def flex_softmax(causal: bool, device: str, length: int = _FLEX_LENGTH) -> Run:
     return run
 
 
-def flex_log_of_relu(causal: bool, device: str, length: int = _FLEX_LENGTH) -> Run:
+def flex_log_of_relu(
+    causal: bool, device: str, length: int = _FLEX_LENGTH, offset: float = _LOG_OFFSET
+) -> Run:
     """ReLU attention by FlexAttention and the published trick, not yet compiled.
 
     The softmax of log(ReLU(s) + c) is (ReLU(s) + c) / l with l = exp(lse), so its output times l,
@@ -150,7 +176,7 @@ def flex_log_of_relu(causal: bool, device: str, length: int = _FLEX_LENGTH) -> R
     mask = _block_mask(causal, device, length)
 
     def log_of_relu(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return torch.log(torch.relu(score) + _LOG_OFFSET)
+        return torch.log(torch.relu(score) + offset)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out, aux = flex_attention(
@@ -159,7 +185,7 @@ def flex_log_of_relu(causal: bool, device: str, length: int = _FLEX_LENGTH) -> R
         assert aux.lse is not None
         values = v.float()
         total = values.cumsum(-2) if causal else values.sum(-2, keepdim=True)
-        weighted = out.float() * aux.lse.exp().unsqueeze(-1) - _LOG_OFFSET * total
+        weighted = out.float() * aux.lse.exp().unsqueeze(-1) - offset * total
         n = torch.arange(1, length + 1, device=q.device).unsqueeze(-1) if causal else length
         return ((weighted / (n / 2) ** 0.5).to(q.dtype),)
 

@@ -15,7 +15,7 @@ from reluformer.bench.contestants import Contestant, contestants
 from reluformer.bench.features import PLAIN
 from reluformer.bench.gate import check_all, cotangents
 from reluformer.bench.report import MATMUL, Report, Row
-from reluformer.bench.timing import Call, Clock, OutOfTime, Times, ratio
+from reluformer.bench.timing import Call, Clock, OutOfTime, Times, in_short, ratio
 from reluformer.errors import UserError
 
 Progress = Callable[[int, int | None, str], None]
@@ -111,8 +111,8 @@ def _timed(
     except OutOfTime as problem:
         skipped[label] = str(problem)
     except Exception as problem:
-        # One failure, such as too little memory for all at once, must not cost the other rows.
-        skipped[label] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+        # One failure, such as no memory for the matrix product, must not cost the other passes.
+        skipped[label] = in_short(problem)
     if case.device == "cuda":
         torch.cuda.empty_cache()
     return []
@@ -128,9 +128,15 @@ class _Pass:
     entrants: Sequence[Contestant]
 
     def rows(self, left: float) -> tuple[list[Row], dict[str, str]]:
-        """Rows, and who was too slow for one."""
+        """Rows, and who failed or was too slow for one."""
         clock = Clock(self.case.device)
-        calls = {each.name: self._call(each, clock) for each in self.entrants}
+        calls: dict[str, Call] = {}
+        failed: dict[str, str] = {}
+        for each in self.entrants:
+            try:
+                calls[each.name] = self._call(each, clock)
+            except Exception as problem:
+                failed[each.name] = in_short(problem)
         size, dtype = self.plan.matmul, getattr(torch, self.case.dtype)
         a, b = (torch.randn(size, size, device=self.case.device).to(dtype) for _ in range(2))
         calls[MATMUL] = lambda: a @ b
@@ -146,7 +152,7 @@ class _Pass:
             peaks={name: clock.peak(calls[name]) for name in kinds},
             work={each.name: each.work for each in self.entrants},
         )
-        return rows, clock.left_out
+        return rows, failed | clock.left_out
 
     def _call(self, contestant: Contestant, clock: Clock) -> Call:
         case, run = contestant.case, contestant.run

@@ -23,6 +23,11 @@ class OutOfTime(Exception):
     """The least number of rounds would take longer than there is time."""
 
 
+def in_short(problem: Exception) -> str:
+    """Kind and first line of a problem."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
+
+
 class Clock:
     """Times calls on a device; on a GPU the queue is filled behind a pause, so launches are free.
 
@@ -35,7 +40,7 @@ class Clock:
         self.host: dict[str, float] = {}
         """Microseconds until a call returns, of the last `rounds`; on a GPU only."""
         self.left_out: dict[str, str] = {}
-        """Who was too slow to take part in the last `rounds`, and how slow."""
+        """Who failed or was too slow to take part in the last `rounds`, and why."""
 
     def once(self, call: Call, repeat: int, pause_us: float) -> float:
         """Milliseconds per call."""
@@ -65,13 +70,10 @@ class Clock:
 
         At least `least` rounds, then more until `seconds` are spent. Raises OutOfTime before the
         first if the least would take more than the seconds `left`. Who is far slower than the
-        fastest, the yardstick apart, is left out.
+        fastest, or fails before the first round, is left out; not the yardstick.
         """
-        single = {}
-        for name, call in calls.items():
-            call()
-            single[name] = self.once(call, 1, 1000.0)
-        self.left_out = _too_slow(single, least, yardstick)
+        single, failed = self._single(calls, yardstick)
+        self.left_out = failed | _too_slow(single, least, yardstick)
         names = [name for name in calls if name not in self.left_out]
         repeats = {
             name: max(1, min(_MOST_REPEATS, math.ceil(_LONG_ENOUGH_MS / max(single[name], 1e-3))))
@@ -91,6 +93,21 @@ class Clock:
                 times[name].append(self.once(calls[name], repeats[name], pause))
             at += 1
         return times
+
+    def _single(
+        self, calls: Mapping[str, Call], yardstick: str | None
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Milliseconds of a second call of each, and why others than the yardstick failed."""
+        single, failed = {}, {}
+        for name, call in calls.items():
+            try:
+                call()
+                single[name] = self.once(call, 1, 1000.0)
+            except Exception as problem:
+                if name == yardstick:
+                    raise
+                failed[name] = in_short(problem)
+        return single, failed
 
     def peak(self, call: Call) -> float:
         """MiB that a call allocates at most, beyond what was there before."""

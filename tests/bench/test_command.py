@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from reluformer.bench import measure as measuring
-from reluformer.bench.cases import Case, plan
+from reluformer.bench.cases import MODES, Case, plan
 from reluformer.bench.contestants import Contestant, contestants
 from reluformer.bench.measure import measure
+from reluformer.bench.report import table
 from reluformer.cli import app
 from reluformer.ops import relu_attention
 
@@ -73,6 +76,59 @@ def test_without_time_nothing_is_dropped_silently() -> None:
     assert not report.rows
     assert set(report.skipped.values()) == {"time was up"}
     assert len(report.skipped) == len(report.cases)
+
+
+class Once(torch.autograd.Function):
+    """Keeps its input; its backward cannot be repeated."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        ctx.spent = False
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if ctx.spent:
+            raise RuntimeError("the graph is gone\nfor good")
+        ctx.spent = True
+        return grad
+
+
+def test_who_fails_in_a_pass_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def joined(case: Case) -> dict[str, Contestant]:
+        sdpa = contestants(case)["SDPA-flash"].run
+        graphs = iter([None])
+
+        def once(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return (Once.apply(sdpa(q, k, v)[0]),)
+
+        def no_graph(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            # The gate gets the only one.
+            if torch.is_grad_enabled() and next(graphs, 0) == 0:
+                raise MemoryError("no room for a graph")
+            return sdpa(q, k, v)
+
+        runs = {"fine": sdpa, "once": once, "no graph": no_graph}
+        return {name: Contestant(name, "softmax", each, case) for name, each in runs.items()}
+
+    chosen = plan("cpu", quick=True).selected(["full, n 128"])
+    everybody = joined(chosen.cases[0])
+    for place in ("gate", "measure"):
+        monkeypatch.setattr(f"reluformer.bench.{place}.contestants", lambda case: everybody)
+    report = measure(chosen, seconds=60)
+    timed = {mode: {r.name for r in report.rows if r.mode == mode} for mode in MODES["dense"]}
+    assert timed == {
+        "forward": {"fine", "once", "no graph", "matmul"},
+        "backward": {"fine", "matmul"},
+        "both": {"fine", "once", "matmul"},
+    }
+    reasons = {name.split("heads 8, ")[1]: reason for name, reason in report.skipped.items()}
+    assert reasons == {
+        "backward, once": "RuntimeError: the graph is gone",
+        "backward, no graph": "MemoryError: no room for a graph",
+        "both, no graph": "MemoryError: no room for a graph",
+    }
+    assert "backward, once: RuntimeError: the graph is gone" in table(report).split("Not timed")[1]
 
 
 def test_a_failure_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,18 @@ def test_who_is_far_too_slow_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(clock.rounds(calls, 10, 0.0)) == set(durations) and not clock.left_out
 
 
+def test_who_fails_is_left_out_but_not_the_yardstick() -> None:
+    def fails() -> None:
+        raise RuntimeError("no such kernel\nwith details")
+
+    clock = Clock("cpu")
+    calls = {"a": lambda: None, "fails": fails, "b": lambda: None}
+    assert set(clock.rounds(calls, 2, 0.0)) == {"a", "b"}
+    assert clock.left_out == {"fails": "RuntimeError: no such kernel"}
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        clock.rounds(calls, 2, 0.0, yardstick="fails")
+
+
 def test_peak_memory_of_a_call() -> None:
     given = torch.zeros(1 << 18)
 
