@@ -1,5 +1,7 @@
 """The end-to-end benchmark trains the same model however it is cut; speeds are not looked at."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,32 @@ def test_parts_and_lengths_change_nothing() -> None:
     assert losses(benchmark.REFERENCE, parts=2) == pytest.approx(whole, rel=1e-5)
     assert losses(benchmark.REFERENCE, told=False) == pytest.approx(whole, rel=1e-5)
     assert losses("softmax SDPA") != pytest.approx(whole, rel=1e-3)
+
+
+def test_references_come_last_and_the_yardstick_at_short_lengths_only() -> None:
+    runs = benchmark.order(benchmark.GPU.lengths)
+    slow = [(length, name) for length, name in runs if "reference" in name]
+    assert runs[-len(slow) :] == slow
+    assert [length for length, name in slow if name == benchmark.YARDSTICK] == [512, 1024]
+    others = len(benchmark.RUNS) - 1
+    assert len(runs) == len(set(runs)) == others * len(benchmark.GPU.lengths) + 2
+
+
+def test_every_run_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "found.json"
+    monkeypatch.setattr("sys.argv", ["end_to_end", "--quick", "--out", str(out)])
+    row = {"losses": [1.0], "tokens_per_second": 1.0}
+    written: list[int] = []
+
+    def attempt(*given: Any) -> dict[str, Any]:
+        written.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        return dict(row)
+
+    monkeypatch.setattr(benchmark, "attempt", attempt)
+    benchmark.main()
+    assert written == list(range(len(benchmark.RUNS)))
+    rows = json.loads(out.read_text())["rows"]
+    assert all(each["x_reference"] == 1.0 for each in rows)
 
 
 def test_what_does_not_fit_is_cut_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
