@@ -2,11 +2,13 @@
 
     python benchmarks/tiles.py --out tiles.json            # all cases, a few minutes
     python benchmarks/tiles.py --only sentence 1024        # cases whose name contains one
+    python benchmarks/tiles.py --only model                # the call of the default models
 
-Each case is a call as models make it (16,384 tokens, width 2048 or, for sentences, 512; learned
-gamma and threshold for sentences). Worker processes compile all candidates first. A candidate's
-time is the median over replays of a CUDA graph of some calls, so that the host does not count. The
-tests check every tile of the table against float64.
+Each case is a call as models make it: 16,384 tokens, width 2048 or, for sentences, 512 with learned
+gamma and threshold; the default models', 32,768 tokens, width 512, fourth powers divided by their
+sums, whose gradients arrive too. Worker processes compile all candidates first. A candidate's time
+is the median over replays of a CUDA graph of some calls, so that the host does not count. The tests
+check every tile of the table against float64.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,42 +32,52 @@ from reluformer.ops.triton import launch, tiles
 from reluformer.ops.triton.problem import Problem
 from reluformer.ops.triton.tiles import Kernel, Tile
 
-TOKENS = 16_384
 CALLS, REPLAYS = 4, 7
 KERNELS: tuple[Kernel, ...] = ("forward", "keys", "queries")
+Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call; a sentence model's has learned gamma and threshold."""
+    """One kind of call; those of a sentence model and a default model learn gamma and threshold."""
 
     width: int
     mask: str
     length: int
-    sentence: bool = False
+    kind: Literal["long", "sentence", "model"] = "long"
 
     def __str__(self) -> str:
-        return f"{self.width} {self.mask} {self.length}" + " sentence" * self.sentence
+        return f"{self.width} {self.mask} {self.length}" + f" {self.kind}" * self.learned
 
-    def problem(self) -> Problem:
+    @property
+    def learned(self) -> bool:
+        """Whether gamma and threshold are."""
+        return self.kind != "long"
+
+    def problem(self, tokens: int | None = None, device: str = "cuda") -> Problem:
         """Random tensors in the layout of the models: views of [B, T, H, D]."""
-        batch, heads = TOKENS // self.length, (512 if self.sentence else 2048) // self.width
-        made = torch.randn(3, batch, self.length, heads, self.width, device="cuda")
+        model = self.kind == "model"
+        batch = (tokens or (32_768 if model else 16_384)) // self.length
+        heads = (512 if self.learned else 2048) // self.width
+        made = torch.randn(3, batch, self.length, heads, self.width, device=device)
         q, k, v = made.bfloat16().transpose(2, 3)
-        per_head = torch.rand(heads, device="cuda") + 0.5 if self.sentence else None
+        gamma = torch.rand(heads, device=device) + 0.5 if self.learned else None
+        # Thresholds of fourth powers start at -4.
+        threshold = -1 - 3 * torch.rand(heads, device=device) if model else gamma
         lengths = None
         if self.mask == "lengths":
-            lengths = torch.randint(self.length * 3 // 4, self.length + 1, (batch,), device="cuda")
+            lengths = torch.randint(self.length * 3 // 4, self.length + 1, (batch,), device=device)
         return Problem(
-            q, k, v, per_head, per_head, lengths, None, None, None, None,
-            scale=self.width**-0.5, gamma_value=1.0, threshold_value=0.0, length_exponent=0.5,
-            power=1, causal=self.mask == "causal", window=0, dropout_p=0.0,
-            max_q=self.length, max_k=self.length,
+            q, k, v, gamma, threshold, lengths, None, None, None, None,
+            scale=self.width**-0.5, gamma_value=1.0, threshold_value=0.0,
+            length_exponent=1.0 if model else 0.5, power=4 if model else 1,
+            causal=self.mask == "causal", window=0, dropout_p=0.0,
+            max_q=self.length, max_k=self.length, normalise=1e-4 if model else 0.0,
         )  # fmt: skip
 
 
 SENTENCES = [
-    Case(width, mask, length, sentence=True)
+    Case(width, mask, length, "sentence")
     for width in (64, 128)
     for mask in ("lengths", "causal")
     for length in (24, 32, 48, 64, 88, 128, 256)
@@ -76,12 +88,54 @@ LONG = [
     for mask in ("full", "lengths", "causal")
     for length in (512, 1024, 2048, 4096)
 ]
+MODELS = [
+    Case(64, mask, length, "model")
+    for mask in ("lengths", "causal")
+    for length in (128, 256, 512, 1024, 2048)
+]
+# None of these makes the default models' kernels spill, and a multiprocessor holds two to six of
+# their programs, so that products of one may overlap with the elementwise work of another.
+SHARING: dict[Kernel, list[Shape]] = {
+    "forward": [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3),
+        (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2),
+        (128, 64, 8, 3), (64, 64, 8, 3),
+    ],
+    "keys": [
+        (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (32, 64, 4, 2),
+        (32, 64, 4, 3), (64, 64, 8, 3),
+    ],
+    "queries": [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
+        (128, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 8, 3),
+    ],
+}  # fmt: skip
+# Of these it holds one.
+ALONE: dict[Kernel, list[Shape]] = {
+    "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3)],
+    "keys": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
+    "queries": [(64, 128, 8, 2), (128, 128, 8, 2)],
+}
+
+
+CASES = SENTENCES + LONG + MODELS
 
 
 def candidates(case: Case, kernel: Kernel) -> list[Tile]:
     """What is tried; the table's own choice comes first."""
+    # As `Problem.tile` asks: a tile of keys meets their lengths once, before its loop.
+    edged = case.mask == "causal" or (case.mask == "lengths" and kernel != "keys")
+    own = tiles.pick(kernel, case.width, edged, case.length, 2)
+    return list(dict.fromkeys([own, *_others(case, kernel)]))
+
+
+def _others(case: Case, kernel: Kernel) -> list[Tile]:
+    if case.kind == "model":
+        # Those who divide prescale anyway.
+        single = [Tile(*shape, one_loop=True) for shape in SHARING[kernel]]
+        return [Tile(*shape) for shape in SHARING[kernel] + ALONE[kernel]] + single
     shapes = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2)]
-    if case.sentence and case.length <= 256:
+    if case.kind == "sentence":
         shapes += [(32, 32, 2, 1), (32, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 1)]
     else:
         shapes += [(64, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 8, 3)]
@@ -90,25 +144,26 @@ def candidates(case: Case, kernel: Kernel) -> list[Tile]:
     found = [Tile(*shape) for shape in shapes]
     if case.mask != "full":
         found += [Tile(*shape, one_loop=True) for shape in shapes]
-        if kernel == "keys" and not case.sentence:
+        if kernel == "keys" and case.kind == "long":
             found += [Tile(*shape, prescale=True) for shape in shapes]
-    own = tiles.pick(kernel, case.width, case.mask != "full" or case.sentence, case.length, 2)
-    return list(dict.fromkeys([own, *found]))
+    return found
 
 
-def work(problem: Problem, kernel: Kernel, learned: bool) -> Callable[[], object]:
-    """One call of the kernel alone."""
+def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
+    """One call of the kernel alone, with the pass over rows that comes before the keys'."""
     if kernel == "forward":
-        return lambda: launch.forward(problem, 0)
-    grad = torch.randn_like(problem.q)
+        return lambda: launch.forward(problem, int(problem.divided))
+    learned = problem.gamma is not None
     out = torch.randn_like(problem.q) if learned else None
-    grads = launch.Gradients(out, None, grad, None, None)
+    rows = torch.rand(problem.q.shape[:3], device=problem.q.device) if learned else None
+    grads = launch.Gradients(out, None, torch.randn_like(problem.q), None, None)
+    if problem.divided:
+        grads = grads._replace(grad_sum=rows, row_sum=rows)
+    row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
     if kernel == "keys":
-        return lambda: launch.key_gradients(problem, grads, (), first, second)
-    rows = problem.q.new_empty(problem.q.shape[:3], dtype=torch.float32) if learned else None
-    shift = None if rows is None else torch.empty_like(rows)
-    return lambda: launch.query_gradients(problem, grads, (), first, rows, shift)
+        return lambda: launch.key_gradients(problem, grads, (), first, second, row_dot=row_dot)
+    return lambda: launch.query_gradients(problem, grads, (), first, row_dot, shift)
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:
@@ -116,7 +171,7 @@ def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:
     case, kernel, tile = job
     try:
         with tiles.override({kernel: tile}):
-            work(case.problem(), kernel, case.sentence)()
+            work(case.problem(), kernel)()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:80]}"
@@ -159,9 +214,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     start = time.monotonic()
-    cases = [case for case in SENTENCES + LONG if any(p in str(case) for p in arguments.only)]
+    cases = [case for case in CASES if any(p in str(case) for p in arguments.only)]
     # Lengths share their compilation: one of each kind is enough.
-    kinds = {(c.width, c.mask, c.sentence, k, t): (c, k, t) for c, k, t in jobs(cases)}
+    kinds = {(c.width, c.mask, c.kind, k, t): (c, k, t) for c, k, t in jobs(cases)}
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         failed = dict(zip(kinds, pool.map(compile_one, kinds.values(), chunksize=4), strict=True))
     print(f"{len(kinds)} compiled in {time.monotonic() - start:.0f} s")
@@ -171,9 +226,9 @@ def main() -> None:
         for kernel in KERNELS:
             if time.monotonic() - start > arguments.seconds:
                 break
-            call, taken = work(problem, kernel, case.sentence), {}
+            call, taken = work(problem, kernel), {}
             for tile in candidates(case, kernel):
-                if failed[case.width, case.mask, case.sentence, kernel, tile] is None:
+                if failed[case.width, case.mask, case.kind, kernel, tile] is None:
                     with tiles.override({kernel: tile}):
                         taken[tile] = microseconds(call)
             own = taken[candidates(case, kernel)[0]]
