@@ -56,10 +56,6 @@ SDPA = ("model.attention.kind=softmax", "model.attention.impl=sdpa")
 RUNS = {
     "relu triton": ("model.attention.impl=triton",),
     "relu triton" + UNTOLD: ("model.attention.impl=triton",),
-    "relu triton, any order": (
-        "model.attention.impl=triton",
-        "model.attention.deterministic=false",
-    ),
     "softmax SDPA": SDPA,
     "softmax SDPA" + UNTOLD: SDPA,
     REFERENCE: ("model.attention.impl=reference",),

@@ -162,7 +162,7 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
     if kernel == "keys":
-        return lambda: launch.key_gradients(problem, grads, (), first, second, row_dot=row_dot)
+        return lambda: launch.key_gradients(problem, grads, (), first, second, row_dot)
     return lambda: launch.query_gradients(problem, grads, (), first, row_dot, shift)
 
 

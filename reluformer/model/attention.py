@@ -170,7 +170,6 @@ class MultiHeadAttention(nn.Module):
             key_lengths=key_lengths,
             dropout_p=self.config.dropout if self.training else 0.0,
             impl=self.config.impl if not with_map else "auto",
-            deterministic=self.config.deterministic,
             return_weights=with_map,
             **(extras if sample_rows is None else {}),
             **options,

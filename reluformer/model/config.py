@@ -47,8 +47,6 @@ class AttentionConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Further fixed options of the kind, as keywords of `reluformer.attention`."""
     impl: str = "auto"
-    deterministic: bool = True
-    """False lets fused kernels give up gradients that repeat bit by bit where that is faster."""
 
     def __post_init__(self) -> None:
         _check_name("kind", self.kind, ATTENTIONS)

@@ -47,9 +47,6 @@ def attention(
                     kernels return, from the pass that makes the output
     entropy_every   above 1, only one block of 256 query rows in so many has its entropies computed,
                     another in each head; `RowSums.sampled` says which, the others are 0
-    deterministic   False lets an implementation give up gradients that repeat bit by bit where
-                    that is faster (`triton` on long keys); ignored by all others, and under
-                    `torch.use_deterministic_algorithms`
     check           also check the contents of tensors, which waits for a GPU
 
     Further keywords are the options of that attention. With any `return_` argument the result is an
@@ -94,7 +91,6 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     return_weights: bool = False,
     return_stats: bool = False,
     return_sums: SumsLevel | None = None,
-    deterministic: bool = True,
     entropy_every: int = 1,
     check: bool = False,
 ) -> Tensor | AttentionResult:
@@ -133,7 +129,6 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         return_weights=return_weights,
         return_stats=return_stats,
         return_sums=return_sums,
-        deterministic=deterministic,
         entropy_every=entropy_every,
         check=check,
     )

@@ -48,8 +48,6 @@ class Call:
     return_weights: bool = False
     return_stats: bool = False
     return_sums: SumsLevel | None = None
-    deterministic: bool = True
-    """Whether gradients must be repeatable bit by bit, for implementations that have a choice."""
     entropy_every: int = 1
     """Of so many blocks of query rows one has its entropies computed, see `stats.sampled_rows`."""
 

@@ -99,7 +99,6 @@ class Attention:
         return_weights: bool = False,
         return_stats: bool = False,
         return_sums: SumsLevel | None = None,
-        deterministic: bool = True,
         entropy_every: int = 1,
         check: bool = False,
         **options: Any,
@@ -113,9 +112,7 @@ class Attention:
             scale = self.default_scale(q.shape[-1])
         visibility = Visibility(mask, causal, key_lengths, window)
         extras = (return_weights, return_stats, return_sums)
-        call = Call(
-            q, k, v, visibility, scale, bias, dropout_p, *extras, deterministic, entropy_every
-        )
+        call = Call(q, k, v, visibility, scale, bias, dropout_p, *extras, entropy_every)
         self.check(call, options, contents=check)
         return run(self, call, options, impl)
 

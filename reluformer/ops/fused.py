@@ -111,12 +111,7 @@ cpu_why_not = partial(why_not, cpu_supports)
 # The CPU path makes all entropies; those of rows that are not sampled are hidden afterwards.
 cpu_run = partial(run, lambda call: cpu_kernel())
 triton_why_not = partial(why_not, triton_supports)
-triton_run = partial(
-    run,
-    lambda call: partial(
-        triton_kernel(), deterministic=call.deterministic, entropy_every=call.entropy_every
-    ),
-)
+triton_run = partial(run, lambda call: partial(triton_kernel(), entropy_every=call.entropy_every))
 
 
 def _rule(attention: Attention, options: Mapping[str, Any]) -> Rectified | None:

@@ -1,18 +1,16 @@
 """The attention layer: what it learns, records, samples and calibrates."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from reluformer import ATTENTIONS, AttentionResult
+from reluformer import ATTENTIONS
 from reluformer.model import AttentionConfig, ReLUFormer, ReLUFormerLM
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.losses import MARGIN, AttentionLosses, attention_losses
 from reluformer.model.readings import Record
 from reluformer.model.scale import Gamma
-from reluformer.ops.definition import Attention
 from tests.model.factory import batch, small, tokens
 
 
@@ -203,18 +201,3 @@ def test_dropout_acts_on_the_weights_in_training_only() -> None:
     assert not torch.equal(attention(x).output, attention(x).output)
     attention.eval()
     assert torch.equal(attention(x).output, attention(x).output)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_determinism_is_asked_of_the_attention(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, original = [], Attention.attend
-
-    def attend(self: Attention, *tensors: torch.Tensor, **arguments: Any) -> AttentionResult:
-        asked.append(arguments["deterministic"])
-        return original(self, *tensors, **arguments)
-
-    monkeypatch.setattr(Attention, "attend", attend)
-    ReLUFormer(small(attention_deterministic=deterministic))(**batch())
-    assert asked == [deterministic] * 6

@@ -11,10 +11,7 @@ is the same with C_i / T_i in place of C_i, T_i e_i of e_i and T_i g_i - dO_i . 
 `row_terms` knows. O is read once, in a pass over rows.
 
 `keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel` a tile of queries (dQ:
-three); each sums in a fixed order, so results are repeatable bit by bit. With `SHARE` the first
-also adds each key tile's share of dQ to a float32 buffer, which saves two products and gives up the
-order. A descriptor does that while the loop goes on; atomics on pointers took 1.3 to 2 times as
-long as two kernels on an H200.
+three); each sums in a fixed order, so results are repeatable bit by bit.
 """
 
 import triton
@@ -389,12 +386,10 @@ def queries_kernel(
 def _walk_queries(
     dk_acc,
     dv_acc,
-    shift_total,
     k_tile,
     v_tile,
     q,
     grad_out,
-    dq_sum,
     terms,
     count,
     row_sum,
@@ -442,7 +437,6 @@ def _walk_queries(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     VARLEN: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -453,25 +447,12 @@ def _walk_queries(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
-    SHARE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    ORDER: tl.constexpr,
-    ROTATE: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     cols = col + tl.arange(0, KEYS)
-    k_clean = k_tile
-    if SHARE and MASKED and (HAS_LENGTHS or VARLEN):
-        k_clean = keep_rows(k_tile, col, end, KEYS)
-    # Programs that add to the same rows of dQ begin at different ones.
-    turn = col // KEYS * QUERIES % (tl.cdiv(high - low, QUERIES) * QUERIES) if ROTATE else 0
-    for step in tl.range(low, high, QUERIES):
-        row = step
-        if ROTATE:
-            row = step + turn
-            row = tl.where(row < high, row, row - tl.cdiv(high - low, QUERIES) * QUERIES)
+    for row in tl.range(low, high, QUERIES):
         rows = tl.multiple_of(row, QUERIES) + tl.arange(0, QUERIES)
         q_tile = load_tile(
             q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
@@ -485,8 +466,6 @@ def _walk_queries(
             q_tile = keep_rows(q_tile, row, n_q, QUERIES)
             g_tile = keep_rows(g_tile, row, n_q, QUERIES)
         score = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        if ORDER == 2:
-            grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
         if PRESCALE:
             score = score * scale
         if HAS_THRESHOLD:
@@ -527,8 +506,7 @@ def _walk_queries(
         else:
             packed = rectified(weight, g_tile.dtype, PTX)
         dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=PRECISION)
-        if ORDER < 2:
-            grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
+        grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
         if DROPOUT:
             grad *= kept
         if GRADS >= 1:
@@ -544,21 +522,12 @@ def _walk_queries(
             grad *= steep
         if ROW_SCALE and not PRESCALED:
             grad *= factor[None, :]
-        if PTX and POWER == 1 and not DROPOUT and not SHIFT and q_tile.dtype == tl.bfloat16:
+        if PTX and POWER == 1 and not DROPOUT and q_tile.dtype == tl.bfloat16:
             grad = gated(grad, packed)
         else:
-            grad = tl.where(steep > 0, grad, 0.0)
-            if SHIFT:
-                shift_total += tl.sum(grad, 1)
-            grad = grad.to(q_tile.dtype)
-        if SHARE and ORDER > 0:
-            share = tl.dot(tl.trans(grad), k_clean, input_precision=PRECISION)
+            grad = tl.where(steep > 0, grad, 0.0).to(q_tile.dtype)
         dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
-        if SHARE and ORDER == 0:
-            share = tl.dot(tl.trans(grad), k_clean, input_precision=PRECISION)
-        if SHARE:
-            dq_sum.atomic_add([batch, h, first_q + row, 0], share.reshape(1, 1, QUERIES, D_PAD))
-    return dk_acc, dv_acc, shift_total
+    return dk_acc, dv_acc
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
@@ -567,10 +536,8 @@ def keys_kernel(
     k,
     v,
     grad_out,
-    dq_sum,
     dk,
     dv,
-    shift,
     terms,
     count,
     row_sum,
@@ -593,9 +560,6 @@ def keys_kernel(
     stride_gb,
     stride_gh,
     stride_gt,
-    stride_dqb,
-    stride_dqh,
-    stride_dqt,
     stride_dkb,
     stride_dkh,
     stride_dkt,
@@ -619,7 +583,6 @@ def keys_kernel(
     length_exponent,
     dropout,
     epsilon,
-    multiplier,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -643,10 +606,6 @@ def keys_kernel(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
-    SHARE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    ORDER: tl.constexpr,
-    ROTATE: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -677,10 +636,6 @@ def keys_kernel(
     low, inner_low, inner_high, high = query_range(
         col, tl.minimum(col + KEYS, end), offset, n_q, window, QUERIES, CAUSAL, WINDOW, VARLEN
     )
-    PADDED: tl.constexpr = HAS_LENGTHS or VARLEN
-    if SHARE and PADDED:
-        # A tile with keys past the end must keep them out of dQ: all of its rows are masked.
-        inner_high = tl.where(col + KEYS > end, inner_low, inner_high)
     k_tile = load_tile(
         k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + n_k,
         KEYS, D_PAD, D, TMA, True,
@@ -693,10 +648,6 @@ def keys_kernel(
     seed_value = tl.load(seed) if DROPOUT else 0
     dk_acc = tl.zeros([KEYS, D_PAD], tl.float32)
     dv_acc = tl.zeros([KEYS, DV_PAD], tl.float32)
-    value_factor = 1.0
-    if not ROW_SCALE:
-        n = visible_count(col, end, window, CAUSAL, WINDOW)
-        value_factor = row_factor(n, unit, gamma, kv_head * GROUP, length_exponent, HAS_GAMMA)
     for member in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + member
         bh = b * heads + h
@@ -707,12 +658,11 @@ def keys_kernel(
         terms_head = terms
         if GRADS >= 1:
             terms_head = terms + bh.to(tl.int64) * (GRADS * padded_rows(q_length))
-        shift_total = tl.zeros([KEYS], tl.float32)
         for part in tl.static_range(3):
             if (
                 part == 1
                 or (part == 0 and EDGES and not SINGLE)
-                or (part == 2 and (WINDOW or VARLEN or (SHARE and PADDED)) and not SINGLE)
+                or (part == 2 and (WINDOW or VARLEN) and not SINGLE)
             ):
                 if SINGLE:
                     start = low
@@ -726,28 +676,27 @@ def keys_kernel(
                 else:
                     start = inner_high
                     stop = high
-                # Where a path around a loop meets products in flight, the assembler makes all
-                # products of a kernel wait for each other.
-                if not SHARE or start < stop:
-                    dk_acc, dv_acc, shift_total = _walk_queries(
-                        dk_acc, dv_acc, shift_total, k_tile, v_tile, q, grad_out, dq_sum,
-                        terms_head, count, row_sum, mask_head, gamma, start, stop, col, n_q,
-                        q_length, batch, b, h, first_q, offset, end, window,
-                        cut, scale, unit, length_exponent, epsilon, seed_value, bh, dropout,
-                        stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
-                        stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
-                        part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
-                        WINDOW, HAS_MASK, HAS_LENGTHS, VARLEN, HAS_GAMMA, DIVIDE, HAS_THRESHOLD,
-                        PRESCALE, GRADS, EVERY, DROPOUT, ROW_SCALE, PRESCALED, SHARE, SHIFT, ORDER,
-                        ROTATE, TMA, PTX, PRECISION,
-                    )  # fmt: skip
-        if SHIFT:
-            kept = tl.where(col + tl.arange(0, KEYS) < end, shift_total, 0.0)
-            place = h * (tl.num_programs(0) // kv_heads) + b * tiles + tile
-            tl.store(shift + place, tl.sum(kept, 0) * value_factor * POWER * inverse_scale)
+                dk_acc, dv_acc = _walk_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, terms_head, count, row_sum,
+                    mask_head, gamma, start, stop, col, n_q, q_length, batch, b, h, first_q,
+                    offset, end, window, cut, scale, unit, length_exponent, epsilon, seed_value,
+                    bh, dropout,
+                    stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
+                    stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
+                    part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
+                    WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, DIVIDE, HAS_THRESHOLD, PRESCALE, GRADS,
+                    EVERY, DROPOUT, ROW_SCALE, PRESCALED, TMA, PTX, PRECISION,
+                )  # fmt: skip
 
+    value_factor = 1.0
+    if not ROW_SCALE:
+        n = visible_count(col, end, window, CAUSAL, WINDOW)
+        value_factor = row_factor(n, unit, gamma, kv_head * GROUP, length_exponent, HAS_GAMMA)
+    key_factor = value_factor * POWER
+    if PRESCALE:
+        key_factor *= scale
     # A key past the end is a row of its own here: its gradients are zero.
-    dk_acc = keep_rows(dk_acc * (value_factor * multiplier), col, end, KEYS)
+    dk_acc = keep_rows(dk_acc * key_factor, col, end, KEYS)
     dv_acc = keep_rows(dv_acc * value_factor, col, end, KEYS)
     store_tile(
         dk, dk_acc.to(k_tile.dtype), batch, kv_head, first_k + col,

@@ -15,15 +15,15 @@ from reluformer.ops.triton.launcher import (
     elsewhere,
     remember,
     signature,
+    steps,
     use_descriptors,
 )
 from reluformer.ops.triton.layout import empty_heads, row_values
 from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem, pad
 from reluformer.ops.triton.rows import row_terms_kernel, scale_rows_kernel
-from reluformer.ops.triton.tiles import Tile
 
-# Rows of a tile of the pass that scales rows.
+# Rows of a tile of the pass over output gradients.
 _SCALED_ROWS = 64
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -107,11 +107,7 @@ class Gradients(NamedTuple):
 
 
 def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
-    """(dq, dk, dv, O.dO per row, sum of dS per head); the last two are None unless needed.
-
-    Two kernels that repeat bit by bit; without `problem.deterministic` one kernel, where it is
-    faster, that adds to dq in whatever order its programs run.
-    """
+    """(dq, dk, dv, O.dO per row, sum of dS per head); the last two are None unless needed."""
     if elsewhere(problem.q):
         with torch.cuda.device(problem.q.device):
             return backward(problem, grads, need_shift)
@@ -123,54 +119,11 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
         shift = q.new_zeros(q.shape[1], dtype=torch.float32) if need_shift else None
         return dq.zero_(), dk.zero_(), dv.zero_(), _zeroed(row_dot), shift
     key = signature((need_shift, *problem[10:]), (*problem.tensors, *grads))
-    if _fusible(problem, grads):
-        shift = fused_gradients(problem, grads, key, dq, dk, dv, row_dot, need_shift)
-        return dq, dk, dv, row_dot, shift
     row_shift = row_values(q, packed=packed) if need_shift else None
-    key_gradients(problem, grads, key, dk, dv, row_dot=row_dot)
+    key_gradients(problem, grads, key, dk, dv, row_dot)
     query_gradients(problem, grads, key, dq, row_dot, row_shift)
     shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
     return dq, dk, dv, row_dot, shift
-
-
-def _fusible(problem: Problem, grads: Gradients) -> bool:
-    """Whether one kernel may and can make all gradients, and is faster than two."""
-    if problem.deterministic or torch.are_deterministic_algorithms_enabled():
-        return False
-    return problem.fused_tile() is not None and use_descriptors(
-        (problem.q, problem.k, problem.v, grads.grad_out)
-    )
-
-
-def fused_gradients(
-    problem: Problem,
-    grads: Gradients,
-    key: tuple[Any, ...],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    row_dot: Tensor | None,
-    need_shift: bool,
-) -> Tensor | None:
-    """Fill dq, dk, dv and, where it is there, O.dO per row; the sum of dS per head if needed.
-
-    Takes a float32 buffer of the shape of q.
-    """
-    q = problem.q
-    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    tile = problem.fused_tile()
-    assert tile is not None
-    key = key and ("fused", *key)
-    shift = None
-    if need_shift:
-        places = triton.cdiv(problem.max_k, tile.keys) * problem.sequences
-        shift = q.new_zeros((q.shape[1], places), dtype=torch.float32)
-    key_gradients(problem, grads, key, dk, dv, tile, dq_sum, shift, row_dot)
-    _scale_rows(
-        problem, grads, key, dq_sum, dq, problem.multiplier,
-        row_scale=not problem.per_row, row_dot=None if problem.divided else row_dot,
-    )  # fmt: skip
-    return None if shift is None else shift.sum(1)
 
 
 def key_gradients(
@@ -179,21 +132,13 @@ def key_gradients(
     key: tuple[Any, ...],
     dk: Tensor,
     dv: Tensor,
-    tile: Tile | None = None,
-    dq_sum: Tensor | None = None,
-    shift: Tensor | None = None,
-    row_dot: Tensor | None = None,
+    row_dot: Tensor | None,
 ) -> None:
-    """Fill dk and dv and, where rows are divided by their sums, O.dO per row.
-
-    With a float32 `dq_sum` [B, H, Tq, D] every key tile adds its share of dq to it, and with
-    `shift` [H, places] writes its sums of dS; `tile` is the table's for key gradients if None.
-    """
+    """Fill dk and dv and, where rows are divided by their sums, O.dO per row."""
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("keys", *key)
     launch = LAUNCHES.get(key)
-    if tile is None:
-        tile = problem.tile("keys") if launch is None else launch.tile
+    tile = problem.tile("keys") if launch is None else launch.tile
     # Where the pass runs anyway, to divide, its copy costs less than factors in the loop. float16
     # would lose small gradients in the extra rounding.
     prescale = tile.prescale or (problem.divided and q.element_size() == 2)
@@ -203,7 +148,7 @@ def key_gradients(
     if prescaled:
         scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
     if prescaled or problem.divided:
-        _scale_rows(problem, grads, key, grad_out, scaled, 1.0, row_scale=True, row_dot=row_dot)
+        _scale_rows(problem, grads, key, scaled, row_dot)
     grad_out = grad_out if scaled is None else scaled
     terms = _row_terms(problem, grads, key, row_dot, row_scale=prescaled)
     if launch is None:
@@ -212,27 +157,20 @@ def key_gradients(
             tile,
             triton.cdiv(problem.max_k, tile.keys) * problem.sequences * k.shape[1],
             [(q, tile.queries), (k, tile.keys), (v, tile.keys), (grad_out, tile.queries),
-             (dq_sum, tile.queries), (dk, tile.keys), (dv, tile.keys)],
-            (*problem.mask_steps(), *problem.row_steps(), *problem.numbers(), problem.multiplier),
+             (dk, tile.keys), (dv, tile.keys)],
+            (*problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
             {
                 **problem.switches(tile),
                 "GRADS": grads.level,
                 "EVERY": problem.entropy_every if grads.level == 2 else 1,
                 "ROW_SCALE": problem.per_row,
                 "PRESCALED": prescaled,
-                "SHARE": dq_sum is not None,
-                "SHIFT": shift is not None,
-                "ORDER": tile.order,
-                "ROTATE": tile.rotate,
                 "TMA": use_descriptors((q, k, v, grad_out, dk, dv)),
             },
             store_by_pointer=2 * problem.packed,
         )  # fmt: skip
         remember(key, launch)
-    launch(
-        q, k, v, grad_out, dq_sum, dk, dv, shift, terms, grads.count, grads.row_sum,
-        *problem.optional,
-    )  # fmt: skip
+    launch(q, k, v, grad_out, dk, dv, terms, grads.count, grads.row_sum, *problem.optional)
 
 
 def query_gradients(
@@ -249,14 +187,13 @@ def query_gradients(
     launch = LAUNCHES.get(key)
     if launch is None:
         tile = problem.tile("queries")
-        out_steps = (0, 0, 0) if grads.out is None else grads.out.stride()[:-1]
         launch = Launch(
             queries_kernel,
             tile,
             triton.cdiv(problem.max_q, tile.queries) * problem.sequences * q.shape[1],
             [(q, tile.queries), (k, tile.keys), (v, tile.keys), (grad_out, tile.queries),
              (dq, tile.queries)],
-            (*out_steps, *problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
+            (*steps(grads.out), *problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
             {
                 **problem.switches(tile),
                 "GRADS": grads.level,
@@ -318,43 +255,34 @@ def _scale_rows(
     problem: Problem,
     grads: Gradients,
     key: tuple[Any, ...],
-    source: Tensor,
-    target: Tensor | None,
-    multiplier: float,
-    *,
-    row_scale: bool,
-    row_dot: Tensor | None = None,
+    scaled: Tensor | None,
+    row_dot: Tensor | None,
 ) -> None:
-    """target = multiplier source, times the factor of rows with `row_scale`; fills O.dO per row.
-
-    Both only if they are there.
-    """
-    key = key and ("scale", row_scale, *key)
+    """scaled = grad_out times the factor of its row, and O.dO per row: what is there is filled."""
+    grad_out = grads.grad_out
+    key = key and ("scale", *key)
     launch = LAUNCHES.get(key)
     if launch is None:
-        width, value_width = source.shape[-1], problem.v.shape[-1]
+        width = grad_out.shape[-1]
         launch = Launch(
             scale_rows_kernel,
             problem.tile("keys"),
             triton.cdiv(problem.max_q, _SCALED_ROWS) * problem.sequences * problem.q.shape[1],
-            [(each, _SCALED_ROWS) for each in (source, target, grads.out, grads.grad_out)],
-            (*problem.row_numbers(), multiplier),
+            [],
+            (*steps(grad_out), *steps(scaled), *steps(grads.out), *problem.row_numbers()),
             {
                 **problem.row_switches(),
                 "ROWS": _SCALED_ROWS,
-                "D": width,
-                "DV": value_width,
-                "D_PAD": pad(width),
-                "DV_PAD": pad(value_width),
-                "COPY": target is not None,
-                "ROW_SCALE": row_scale,
+                "DV": width,
+                "DV_PAD": pad(width),
+                "COPY": scaled is not None,
                 "ROW_DOT": row_dot is not None,
             },
         )
         remember(key, launch)
     launch(
-        source, target, grads.out, grads.grad_out, row_dot, grads.count, grads.row_sum,
-        problem.gamma, problem.key_lengths, problem.cu_q, problem.cu_k,
+        grad_out, scaled, grads.out, row_dot, grads.count, grads.row_sum, problem.gamma,
+        problem.key_lengths, problem.cu_q, problem.cu_k,
     )  # fmt: skip
 
 

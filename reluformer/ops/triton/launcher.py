@@ -69,23 +69,20 @@ class Launch:
         kernel: Any,
         tile: tiles.Tile,
         programs: int,
-        tiled: Sequence[tuple[Tensor | None, int]],
+        tiled: Sequence[tuple[Tensor, int]],
         numbers: Sequence[float | None],
         switches: dict[str, Any],
         *,
         store_by_pointer: int = 0,
     ) -> None:
-        """`tiled` are the tensors read or written in tiles of so many rows, in the kernel's order,
-        None for one that is not there.
+        """`tiled` are the tensors read or written in tiles of so many rows, in the kernel's order.
 
         With the switch `TMA` they go through descriptors, but for the last `store_by_pointer`.
         """
         self.kernel, self.tile, self.programs, self.switches = kernel, tile, programs, switches
-        self.numbers = (*(step for each, _ in tiled for step in _steps(each)), *numbers)
+        self.numbers = (*(step for each, _ in tiled for step in steps(each)), *numbers)
         described = len(tiled) - store_by_pointer if switches.get("TMA") else 0
-        self.views = [
-            None if tensor is None else _view(tensor, rows) for tensor, rows in tiled[:described]
-        ]
+        self.views = [_view(tensor, rows) for tensor, rows in tiled[:described]]
         self.compiled: Any = None
         self.constants: tuple[Any, ...] = ()
 
@@ -94,14 +91,13 @@ class Launch:
         views = self.views
         if self.compiled is not None:
             sources: list[Any] = [
-                view and _Described(tensor, view[0], view[1], "zero")  # type: ignore[arg-type]
-                for tensor, view in zip(tensors, views, strict=False)
+                _Described(tensor, shape, strides, "zero")  # type: ignore[arg-type]
+                for tensor, (shape, strides, _) in zip(tensors, views, strict=False)
             ]
             self.compiled(*sources, *tensors[len(views) :], *self.constants)
             return
         sources = [
-            view and TensorDescriptor(tensor, *view)
-            for tensor, view in zip(tensors, views, strict=False)
+            TensorDescriptor(tensor, *view) for tensor, view in zip(tensors, views, strict=False)
         ]
         args = [*sources, *tensors[len(views) :], *self.numbers]
         compiled = run(self.kernel, self.programs, args, **self.switches)
@@ -170,8 +166,8 @@ def _describable(tensor: Tensor) -> bool:
     )
 
 
-def _steps(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides of batch, head and row."""
+def steps(tensor: Tensor | None) -> tuple[int, ...]:
+    """Strides of batch, head and row; zeros for a tensor that is not there."""
     return (0, 0, 0) if tensor is None else tensor.stride()[:-1]
 
 

@@ -77,8 +77,7 @@ def _autocast_dtype(q: Tensor) -> torch.dtype | None:
 
 def _call(
     q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
-    cu_q, cu_k, max_q, max_k, dropout_p, statistics, deterministic, normalise,
-    entropy_every=1,
+    cu_q, cu_k, max_q, max_k, dropout_p, statistics, normalise, entropy_every=1,
 ):  # fmt: skip
     """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
     dtype = _autocast_dtype(q)
@@ -119,7 +118,6 @@ def _call(
         float(dropout_p),
         max_q,
         max_k,
-        deterministic,
         entropy_every,
         float(normalise or 0.0),
         statistics if normalise is None else max(statistics, 1),
@@ -151,7 +149,6 @@ def rectified_attention(
     dropout_p: float,
     statistics: int,
     normalise: float | None = None,
-    deterministic: bool = True,
     entropy_every: int = 1,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
@@ -163,18 +160,14 @@ def rectified_attention(
     it is 2 (which costs a logarithm per weight), both of the weights before dropout, else None.
     With `normalise`, above 0, output rows are divided by sum_j w plus that number; the weights that
     statistics are of are not. Everything is differentiable in q, k, v, gamma and threshold, and
-    repeatable bit by bit unless `deterministic` is False: then the gradient of q may be summed in
-    any order (16-bit types and widths up to 128 on a Hopper GPU, long keys; elsewhere, and under
-    `torch.use_deterministic_algorithms`, it stays repeatable). Above 1, `entropy_every` makes
-    sum_j w log w in the rows of `reluformer.ops.stats.sampled_rows` only: elsewhere it is 0,
-    whatever the inputs are.
+    repeatable bit by bit. Above 1, `entropy_every` makes sum_j w log w in the rows of
+    `reluformer.ops.stats.sampled_rows` only: elsewhere it is 0, whatever the inputs are.
     """
     return _call(
         q, k, v, scale=scale, gamma=gamma, length_exponent=length_exponent, power=power,
         threshold=threshold, causal=causal, window=window, key_lengths=key_lengths, mask=mask,
         cu_q=None, cu_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=dropout_p,
-        statistics=statistics, deterministic=deterministic, normalise=normalise,
-        entropy_every=entropy_every,
+        statistics=statistics, normalise=normalise, entropy_every=entropy_every,
     )  # fmt: skip
 
 
@@ -197,7 +190,6 @@ def rectified_attention_varlen(
     dropout_p: float,
     statistics: int,
     normalise: float | None = None,
-    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`rectified_attention` over sequences packed one after the other, without padding.
 
@@ -210,7 +202,7 @@ def rectified_attention_varlen(
         length_exponent=length_exponent, power=power, threshold=threshold, causal=causal,
         window=window, key_lengths=None, mask=None, cu_q=cu_seqlens_q.contiguous(),
         cu_k=cu_seqlens_k.contiguous(), max_q=max_q, max_k=max_k, dropout_p=dropout_p,
-        statistics=statistics, deterministic=deterministic, normalise=normalise,
+        statistics=statistics, normalise=normalise,
     )  # fmt: skip
     return out[0].transpose(0, 1), row_sum, log_sum
 

@@ -22,11 +22,11 @@ _TENSORS = (
 )
 _NUMBERS = (
     "float scale, float gamma_value, float threshold_value, float length_exponent, int power, "
-    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, bool deterministic, "
+    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, "
     "int entropy_every, float normalise"
 )
 # Of the arguments of an operator, the fields of a `Problem`.
-_FIELDS = 23
+_FIELDS = 22
 
 _library = torch.library.Library("reluformer", "FRAGMENT")
 for _schema in (

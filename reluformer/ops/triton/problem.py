@@ -1,6 +1,5 @@
 """One call as the kernels see it, and what of it is fixed at compile time."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ class Problem(NamedTuple):
     dropout_p: float
     max_q: int
     max_k: int
-    deterministic: bool = True
     entropy_every: int = 1
     normalise: float = 0.0
     """What is added to the sum of a row before its output is divided by it; 0: it is not."""
@@ -74,11 +72,6 @@ class Problem(NamedTuple):
         return scale / self.gamma_value
 
     @property
-    def multiplier(self) -> float:
-        """What the gradients of q and k need beside C_i."""
-        return self.power * (self.scale if self.prescaled_scores else 1.0)
-
-    @property
     def divided(self) -> bool:
         """Whether output rows are divided by their sums of weights."""
         return self.normalise > 0
@@ -107,17 +100,6 @@ class Problem(NamedTuple):
         padded = self.key_lengths is not None and kernel != "keys"
         edged = self._varies or padded or self.dropout_p > 0
         return tiles.pick(kernel, width, edged, self.max_k, self.q.element_size())
-
-    def fused_tile(self) -> tiles.Tile | None:
-        """The tile of the kernel that makes all gradients; None where two kernels are better."""
-        width = max(pad(self.q.shape[-1]), pad(self.v.shape[-1]))
-        padded = self.packed or self.key_lengths is not None
-        edged = self._varies or padded or self.dropout_p > 0
-        tile = tiles.pick_fused(width, edged, self.max_k, self.q.element_size())
-        if tile is not None and padded:
-            # A copy of the keys without padding takes the memory of a stage.
-            tile = replace(tile, stages=min(tile.stages, 2), one_loop=tile.one_loop or self.packed)
-        return tile
 
     def mask_steps(self) -> tuple[int, ...]:
         """Strides of the mask over [B, H, Tq, Tk], zero where it is broadcast."""

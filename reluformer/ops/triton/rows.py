@@ -1,4 +1,4 @@
-"""A pass over the rows of one tensor: factors of rows before or after the backward kernels."""
+"""Passes over rows that come before the backward kernels: their factors, terms and products."""
 
 import triton
 import triton.language as tl
@@ -87,10 +87,9 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
 def scale_rows_kernel(
-    src,
-    dst,
-    out,
     grad_out,
+    scaled,
+    out,
     row_dot,
     count,
     row_sum,
@@ -98,18 +97,15 @@ def scale_rows_kernel(
     lengths,
     cu_q,
     cu_k,
-    stride_ib,
-    stride_ih,
-    stride_it,
+    stride_gb,
+    stride_gh,
+    stride_gt,
     stride_db,
     stride_dh,
     stride_dt,
     stride_ob,
     stride_oh,
     stride_ot,
-    stride_gb,
-    stride_gh,
-    stride_gt,
     stride_sb,
     stride_sh,
     stride_st,
@@ -120,11 +116,8 @@ def scale_rows_kernel(
     unit,
     length_exponent,
     epsilon,
-    multiplier,
     ROWS: tl.constexpr,
-    D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -134,11 +127,10 @@ def scale_rows_kernel(
     HAS_GAMMA: tl.constexpr,
     DIVIDE: tl.constexpr,
     COPY: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
     ROW_DOT: tl.constexpr,
 ):
-    """With `COPY` dst = multiplier src, times C_i (`DIVIDE`: C_i / T_i) with `ROW_SCALE`; with
-    `ROW_DOT` out.grad_out per row."""
+    """With `COPY` scaled = grad_out times C_i (`DIVIDE`: C_i / T_i); with `ROW_DOT` out.grad_out
+    per row."""
     tiles = tl.cdiv(q_length, ROWS)
     row = tl.program_id(0) % tiles * ROWS
     bh = tl.program_id(0) // tiles
@@ -156,30 +148,23 @@ def scale_rows_kernel(
         + h.to(tl.int64) * stride_sh
         + (first_q + rows).to(tl.int64) * stride_st
     )
+    g_tile = load_tile(
+        grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
+        ROWS, DV_PAD, DV, False, True,
+    ).to(tl.float32)  # fmt: skip
     if COPY:
-        tile = load_tile(
-            src, batch, h, first_q + row, stride_ib, stride_ih, stride_it, first_q + n_q,
-            ROWS, D_PAD, D, False, True,
-        ).to(tl.float32)  # fmt: skip
-        tile *= multiplier
-        if ROW_SCALE:
-            factor, _, _ = row_terms(
-                stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, row_sum,
-                count, True, unit, gamma, h, length_exponent, epsilon,
-                CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, 1, 0,
-            )  # fmt: skip
-            tile *= factor[:, None]
+        factor, _, _ = row_terms(
+            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, row_sum,
+            count, True, unit, gamma, h, length_exponent, epsilon,
+            CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, 1, 0,
+        )  # fmt: skip
         store_tile(
-            dst, tile.to(dst.dtype.element_ty), batch, h, first_q + row,
-            stride_db, stride_dh, stride_dt, first_q + n_q, ROWS, D_PAD, D, False,
+            scaled, (g_tile * factor[:, None]).to(scaled.dtype.element_ty), batch, h,
+            first_q + row, stride_db, stride_dh, stride_dt, first_q + n_q, ROWS, DV_PAD, DV, False,
         )  # fmt: skip
     if ROW_DOT:
         o_tile = load_tile(
             out, batch, h, first_q + row, stride_ob, stride_oh, stride_ot, first_q + n_q,
-            ROWS, DV_PAD, DV, False, True,
-        ).to(tl.float32)  # fmt: skip
-        g_tile = load_tile(
-            grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
             ROWS, DV_PAD, DV, False, True,
         ).to(tl.float32)  # fmt: skip
         tl.store(row_dot + stats, tl.sum(o_tile * g_tile, 1), mask=rows < n_q)

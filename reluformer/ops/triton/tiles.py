@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "keys", "queries", "fused", "decode"]
+Kernel = Literal["forward", "keys", "queries", "decode"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,6 @@ class Tile:
     `one_loop` masks every tile in a single loop instead of separating whole from masked tiles.
     `prescale` multiplies the output gradient by the row factor in a pass of its own instead of in
     the loop (key gradients only).
-    `order` is that of the products of the kernel for all gradients: S, dV, dP, dK, dQ (0), S, dV,
-    dP, dQ, dK (1) or S, dP, dV, dQ, dK (2). With `rotate` its key tiles begin at different rows.
     For decoding, `queries` is the least number of rows, the keys are split until every
     multiprocessor has `programs` programs, and `skip` leaves value rows of no weight unread.
     """
@@ -32,8 +30,6 @@ class Tile:
     stages: int
     one_loop: bool = False
     prescale: bool = False
-    order: int = 0
-    rotate: bool = False
     programs: int = 4
     skip: bool = True
 
@@ -93,10 +89,6 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
     ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
     ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
-    ("fused", 64, False): [(_LONG, Tile(128, 128, 8, 3, order=2))],
-    ("fused", 64, True): [(_LONG, Tile(128, 128, 8, 3, order=2, prescale=True))],
-    ("fused", 128, False): [(_LONG, Tile(64, 128, 8, 3, order=1))],
-    ("fused", 128, True): [(_LONG, Tile(64, 128, 8, 3, order=1, one_loop=True, prescale=True))],
     # By rows that share a key head, not by length; True where keys lie in pages. Leaving values
     # unread is free at width 128; at 64 it costs up to a quarter where all of them have weight.
     ("decode", 64, False): [
@@ -127,10 +119,6 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 }
 
 
-# Below this many keys filling and converting the buffer of dq cost more than the products saved.
-FUSED_FROM = 2048
-
-
 class Override(NamedTuple):
     """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None).
 
@@ -155,14 +143,6 @@ def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) ->
             return tile
     rows = _rows(kernel, max(width, 64), edged, itemsize)
     return next(tile for limit, tile in rows if length <= limit)
-
-
-def pick_fused(width: int, edged: bool, length: int, itemsize: int) -> Tile | None:
-    """The tile of the kernel for all gradients, None where two kernels are needed or faster."""
-    overridden = any(name == "fused" for name, _ in _override.tiles)
-    if overridden or (itemsize == 2 and width <= 128 and length >= FUSED_FROM):
-        return pick("fused", width, edged, length, 2)
-    return None
 
 
 def every(kernel: Kernel, width: int, itemsize: int) -> list[Tile]:

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 # With a threshold, whatever the power, the widest tile puts addresses away before the loop over its
-# ragged end; the loop over whole tiles keeps all in registers. Row sums, or their gradients, put
-# away more, and to divide by them as much as they do.
+# ragged end; the loop over whole tiles keeps all in registers. Dividing by row sums puts away more.
 SPILLS = {
     "forward_kernel width 128, causal False, power 4": 6,
     "forward_kernel width 128, causal False, power 4, divided": 19,
-    "keys_kernel width 64, causal True, power 4, divided, all gradients": 8,
 }
 
 
@@ -32,7 +30,7 @@ def _script(name: str) -> Any:
 @pytest.mark.slow
 def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
-    assert len(kernels) == 60
+    assert len(kernels) == 50
     for name, code in kernels.items():
         # Beside a loop with logarithms the widest tile may have to put an address away.
         allowed = SPILLS.get(name, 2 if "entropies" in name else 0)
@@ -47,7 +45,6 @@ def test_hopper_code() -> None:
         assert code["products"] > 0, name
         # Products in flight where the assembler cannot follow them would wait for each other.
         assert code["waits for products"] <= code["products"] / 3, name
-        assert (code["sums in memory"] > 0) == ("all gradients" in name), name
         assert code["tensor memory loads"] > 0, name
         assert code["shared"] <= 227 * 1024, name
         if "queries" not in name and "power 4" not in name:
@@ -58,4 +55,4 @@ def test_hopper_code() -> None:
 @pytest.mark.slow
 def test_prepared_launches_pass_what_triton_passes() -> None:
     found = _script("launch_twice.py")
-    assert found == {"launches": 24, "different": []}
+    assert found == {"launches": 16, "different": []}

@@ -1,7 +1,6 @@
 """The fused kernels against the formula: on the interpreter, and on the device under `-m gpu`."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +28,11 @@ KERNELS: tuple[tiles.Kernel, ...] = ("forward", "keys", "queries")
 SMALL = {"forward": Tile(16, 32, 4, 1), "keys": Tile(16, 32, 4, 1), "queries": Tile(32, 16, 4, 1)}
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _small(one_loop: bool) -> dict[tiles.Kernel, Tile]:
+    """Small tiles that separate whole from masked tiles, or do not."""
+    return {kernel: replace(SMALL[kernel], one_loop=one_loop) for kernel in KERNELS}
 
 
 @on_cpu
@@ -65,6 +69,14 @@ def test_variants_of_a_tile(case: Case, tma: bool) -> None:
     tile = Tile(16, 16, 4, 1, one_loop=case.name == "one loop", prescale=True)
     with tiles.override(dict.fromkeys(KERNELS, tile), tma=tma):
         check(op.rectified_attention, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
+
+
+@on_cpu
+@pytest.mark.parametrize("normalise", [None, 0.01])
+def test_float16(normalise: float | None) -> None:
+    case = Case("half", causal=True, threshold=0.1, gamma=True, statistics=2, normalise=normalise)
+    with tiles.override(dict(SMALL), tma=True):
+        check(op.rectified_attention, arguments(case, torch.float16, "cpu"), 3e-3, 6e-3)
 
 
 @on_cpu
@@ -196,19 +208,21 @@ def _varlen(dtype: torch.dtype, normalise: float | None = None) -> dict[str, Any
 
 @on_cpu
 @pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize("normalise", [None, 0.1])
-def test_packed_sequences(tma: bool, normalise: float | None) -> None:
-    with tiles.override(dict(SMALL), tma=tma):
+@pytest.mark.parametrize(("normalise", "one_loop"), [(None, False), (0.1, False), (0.1, True)])
+def test_packed_sequences(tma: bool, normalise: float | None, one_loop: bool) -> None:
+    with tiles.override(_small(one_loop), tma=tma):
         results = _varlen(torch.float32, normalise)
     for actual, wanted in zip(results["found"], results["wanted"], strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def _check_padding(function: Callable[..., Any], normalise: float | None) -> None:
-    """Outputs and gradients do not depend on what hidden keys and values hold."""
+@on_cpu
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("one_loop", [False, True])
+def test_padding_may_hold_anything(one_loop: bool, tma: bool) -> None:
     case = Case(
         "poisoned padding", batch=2, key_lengths=(20, 0), threshold=(-0.3, 0.3), statistics=2,
-        normalise=normalise,
+        normalise=0.1 if tma else None,
     )  # fmt: skip
     given = arguments(case, torch.float32, "cpu")
     clean, clean_grads = expected(given)
@@ -216,17 +230,11 @@ def _check_padding(function: Callable[..., Any], normalise: float | None) -> Non
         for name in "kv":
             given.leaves[name][0, :, 20:] = float("nan")
             given.leaves[name][1] = float("inf")
-    outputs, grads = found(function, given)
+    with tiles.override(_small(one_loop), tma=tma):
+        outputs, grads = found(op.rectified_attention, given)
     torch.testing.assert_close(outputs[0].double(), clean[0], rtol=1e-4, atol=1e-5)
     for name, wanted in clean_grads.items():
         torch.testing.assert_close(grads[name].double(), wanted, rtol=1e-4, atol=1e-5)
-
-
-@on_cpu
-def test_padding_may_hold_anything() -> None:
-    for tma in (False, True):
-        with tiles.override(dict(SMALL), tma=tma):
-            _check_padding(op.rectified_attention, 0.1 if tma else None)
 
 
 @on_cpu
@@ -284,7 +292,7 @@ def test_operator_is_well_formed(normalise: float) -> None:
         torch.library.opcheck(
             torch.ops.reluformer.rectified_attention.default,
             (q, k, v, gamma, None, None, given.options["mask"], None, None, None)
-            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, True, 1, normalise, 2),
+            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, 1, normalise, 2),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
 

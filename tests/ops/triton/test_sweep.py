@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks import backward
 from benchmarks import tiles as sweep
 from reluformer.ops.triton import tiles
 
@@ -33,10 +32,3 @@ def test_the_default_models_call_runs(mask: str) -> None:
             made = sweep.work(problem, kernel)()
             if kernel == "forward":
                 assert isinstance(made, tuple) and made[0].isfinite().all() and made[1].min() > 0
-
-
-def test_the_tables_tiles_for_all_gradients_are_timed_first() -> None:
-    for (width, causal), names in backward.VARIANTS.items():
-        tried = [backward.tile_of(name) for name in names]
-        assert tried[0] == tiles.pick_fused(width, causal, tiles.FUSED_FROM, itemsize=2)
-        assert len(set(tried)) == len(tried)
