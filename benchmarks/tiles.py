@@ -88,10 +88,12 @@ LONG = [
     for mask in ("full", "lengths", "causal")
     for length in (512, 1024, 2048, 4096)
 ]
+# The widths of the heads of `recipes/document.yaml` and of `recipes/sentence.yaml`.
 MODELS = [
-    Case(64, mask, length, "model")
+    Case(width, mask, length, "model")
+    for width, lengths in ((64, (128, 256, 512, 1024, 2048)), (128, (32, 48, 64, 96, 128)))
     for mask in ("lengths", "causal")
-    for length in (128, 256, 512, 1024, 2048)
+    for length in lengths
 ]
 # None of these makes the default models' kernels spill, and a multiprocessor holds two to six of
 # their programs, so that products of one may overlap with the elementwise work of another.
@@ -116,8 +118,9 @@ ALONE: dict[Kernel, list[Shape]] = {
     "keys": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
     "queries": [(64, 128, 8, 2), (128, 128, 8, 2)],
 }
-
-
+SHORT: list[Shape] = [
+    (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)
+]  # fmt: skip
 CASES = SENTENCES + LONG + MODELS
 
 
@@ -130,6 +133,8 @@ def candidates(case: Case, kernel: Kernel) -> list[Tile]:
 
 
 def _others(case: Case, kernel: Kernel) -> list[Tile]:
+    if case.kind == "model" and case.width == 128:
+        return [Tile(*shape, one_loop=single) for shape in SHORT for single in (False, True)]
     if case.kind == "model":
         # Those who divide prescale anyway.
         single = [Tile(*shape, one_loop=True) for shape in SHARING[kernel]]

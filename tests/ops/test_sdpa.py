@@ -106,6 +106,7 @@ def test_an_explicit_request_that_cannot_run_is_refused(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("searching", [False, True])
 def test_search_keeps_away_from_kernels_with_plans(
     searching: bool, monkeypatch: pytest.MonkeyPatch

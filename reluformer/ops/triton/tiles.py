@@ -39,8 +39,9 @@ class Tile:
 _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
     ("forward", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
-        (128, Tile(64, 64, 4, 2, one_loop=True)),
-        (256, Tile(64, 64, 4, 2)),
+        (64, Tile(64, 64, 4, 2, one_loop=True)),
+        (256, Tile(128, 32, 4, 3, one_loop=True)),
+        (512, Tile(64, 64, 4, 2)),
     ],
     ("forward", 128): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
@@ -49,7 +50,8 @@ _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
     ],
     ("keys", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
-        (256, Tile(32, 64, 4, 2, one_loop=True)),
+        (64, Tile(32, 64, 4, 2, one_loop=True)),
+        (256, Tile(64, 64, 4, 3, one_loop=True)),
     ],
     ("keys", 128): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
@@ -58,7 +60,9 @@ _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
     ],
     ("queries", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
-        (256, Tile(64, 64, 4, 2, one_loop=True)),
+        (64, Tile(64, 64, 4, 2, one_loop=True)),
+        (128, Tile(64, 32, 4, 3, one_loop=True)),
+        (512, Tile(64, 32, 4, 3)),
     ],
     ("queries", 128): [
         (32, Tile(32, 32, 2, 1, one_loop=True)),
@@ -76,6 +80,7 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 256, False): [(_LONG, Tile(128, 64, 8, 2))],
     ("keys", 64, False): [(_LONG, Tile(64, 64, 4, 3))],
     ("keys", 64, True): [
+        (512, Tile(32, 64, 4, 3, prescale=True)),
         (2048, Tile(128, 64, 4, 3, prescale=True)),
         (_LONG, Tile(64, 64, 4, 3, prescale=True)),
     ],
