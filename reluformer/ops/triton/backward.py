@@ -146,6 +146,7 @@ def _walk_keys(
     PRESCALE: tl.constexpr,
     GRADS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ROW_SHIFT: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -183,10 +184,20 @@ def _walk_keys(
         if GRADS == 2:
             grad += slope[:, None] * log2_positive(score, PTX)
         if POWER > 1:
-            grad *= raised(score, POWER - 1)
-        grad = tl.where(score > 0, grad, 0.0)
-        shift_total += tl.sum(grad, 1)
-        acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+            x = tl.maximum(score, 0.0)
+            grad *= raised(x, POWER - 1)
+            if MASKED:
+                # Gradients of what is not seen may be NaN.
+                grad = tl.where(x > 0, grad, 0.0)
+        if POWER == 1 and PTX and not ROW_SHIFT and k_tile.dtype == tl.bfloat16:
+            packed = gated(grad, rectified(score, tl.bfloat16, PTX))
+        else:
+            if POWER == 1:
+                grad = tl.where(score > 0, grad, 0.0)
+            if ROW_SHIFT:
+                shift_total += tl.sum(grad, 1)
+            packed = grad.to(k_tile.dtype)
+        acc = tl.dot(packed, k_tile, acc, input_precision=PRECISION)
     return acc, shift_total
 
 
@@ -361,7 +372,7 @@ def queries_kernel(
                         stride_mq, stride_mk,
                         part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
                         KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
-                        HAS_THRESHOLD, PRESCALE, level, DROPOUT, TMA, PTX, PRECISION,
+                        HAS_THRESHOLD, PRESCALE, level, DROPOUT, ROW_SHIFT, TMA, PTX, PRECISION,
                     )  # fmt: skip
 
     factor *= POWER
@@ -490,18 +501,20 @@ def _walk_queries(
         if DROPOUT:
             random = dropout_keys(seed_value, rows, bh)[None, :]
             kept = dropout_factor(random, cols[:, None], dropout)
+        if POWER > 1:
+            # x^(p-1) gates and gives log x too: x need not be kept until the gradient arrives.
+            x = tl.maximum(score, 0.0)
+            steep = raised(x, POWER - 1)
+            weight = x * steep
+        else:
+            steep = score
+            weight = score
         # C_i > 0 commutes with max(., 0), so it may be applied before the packed conversion.
-        weight = score
         if ROW_SCALE and not PRESCALED:
-            weight = score * factor[None, :]
-        # x^(p-1) gates and gives log x too: x need not be kept until the gradient arrives.
-        steep = score if POWER <= 2 else raised(tl.maximum(score, 0.0), POWER - 1)
+            weight *= factor[None, :]
+        if DROPOUT:
+            weight = tl.where(score > 0, weight, 0.0) * kept
         if POWER > 1 or DROPOUT:
-            weight = tl.where(score > 0, weight, 0.0)
-            if POWER > 1:
-                weight *= steep
-            if DROPOUT:
-                weight *= kept
             packed = weight.to(g_tile.dtype)
         else:
             packed = rectified(weight, g_tile.dtype, PTX)
@@ -522,10 +535,13 @@ def _walk_queries(
             grad *= steep
         if ROW_SCALE and not PRESCALED:
             grad *= factor[None, :]
-        if PTX and POWER == 1 and not DROPOUT and q_tile.dtype == tl.bfloat16:
+        if POWER == 1 and PTX and not DROPOUT and q_tile.dtype == tl.bfloat16:
             grad = gated(grad, packed)
         else:
-            grad = tl.where(steep > 0, grad, 0.0).to(q_tile.dtype)
+            if POWER == 1 or MASKED:
+                # Above power 1 it is a matter of gradients of what is not seen, which may be NaN.
+                grad = tl.where(steep > 0, grad, 0.0)
+            grad = grad.to(q_tile.dtype)
         dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
     return dk_acc, dv_acc
 
