@@ -66,6 +66,13 @@ def read(
     """
     if scores.values.shape[-1] == 0:
         return scores.values @ values, scores.values
-    weights = hide(weigh(scores), scores.visible).to(values.dtype)
+    weights = hide(weigh(scores), scores.visible)
+    if not (_narrower(weights, values) and torch.is_autocast_enabled(values.device.type)):
+        weights = weights.to(values.dtype)
     kept = torch.dropout(weights, dropout_p, train=True) if dropout_p > 0 else weights
     return kept @ values, weights
+
+
+def _narrower(weights: Tensor, values: Tensor) -> bool:
+    """Whether autocast has made the weights in half precision and will do so with the values."""
+    return weights.element_size() < values.element_size()

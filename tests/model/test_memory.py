@@ -272,3 +272,20 @@ def test_copies_and_states(kind: str) -> None:
         torch.testing.assert_close(twin(x), memory(x))
     assert {"keys", "values"} <= set(memory.state_dict())
     assert f"width=6, slots=16, kind={kind}" in repr(memory)
+
+
+def test_autocast_does_not_widen_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, x = KeyValueMemory(8, 16), torch.randn(5, 8)
+    widened: list[tuple[torch.dtype, ...]] = []
+    convert = torch.Tensor.to
+
+    def spy(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        converted = convert(tensor, *given, **options)
+        widened.append((tensor.dtype, converted.dtype))
+        return converted
+
+    monkeypatch.setattr(torch.Tensor, "to", spy)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = memory(x, return_weights=True)
+    assert result.weights.dtype == result.output.dtype == torch.bfloat16
+    assert (torch.bfloat16, torch.float32) not in widened
