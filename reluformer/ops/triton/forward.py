@@ -69,7 +69,6 @@ def _walk(
     seed_value,
     bh,
     dropout,
-    wanted,
     stride_kb,
     stride_kh,
     stride_kt,
@@ -94,7 +93,7 @@ def _walk(
     HAS_THRESHOLD: tl.constexpr,
     PRESCALE: tl.constexpr,
     STATISTICS: tl.constexpr,
-    EVERY: tl.constexpr,
+    FOLD: tl.constexpr,
     DROPOUT: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -127,7 +126,7 @@ def _walk(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             v_tile = keep_rows(v_tile, col, end, KEYS)
-        if (STATISTICS == 2 and EVERY == 1) or DROPOUT or POWER > 1:
+        if (STATISTICS == 2 and not FOLD) or DROPOUT or POWER > 1:
             x = tl.maximum(score, 0.0)
             weight = raised(x, POWER)
             dropped = weight
@@ -138,9 +137,8 @@ def _walk(
             packed = rectified(score, v_tile.dtype, PTX)
         acc = tl.dot(packed, v_tile, acc, input_precision=PRECISION)
         # Sums are taken while the product is under way.
-        if STATISTICS == 2 and EVERY == 1:
+        if STATISTICS == 2 and not FOLD:
             total += tl.sum(weight, 1)[:, None]
-            log_total += _log_sums(weight, x, POWER, PTX)
         elif STATISTICS >= 1:
             if DROPOUT or POWER > 1:
                 total += folded(weight, QUERIES, KEYS)
@@ -148,13 +146,12 @@ def _walk(
                 total += folded_pairs(packed, QUERIES, KEYS)
             else:
                 total += folded(tl.maximum(score, 0.0), QUERIES, KEYS)
-            if STATISTICS == 2:  # noqa: SIM102 (the outer test is compiled away)
-                if wanted:
-                    if not DROPOUT and POWER == 1:
-                        # Rounded weights, because they are in registers anyway.
-                        x = packed.to(tl.float32)
-                        weight = x
-                    log_total += _log_sums(weight, x, POWER, PTX)
+        if STATISTICS == 2:
+            if FOLD and not DROPOUT and POWER == 1:
+                # Rounded weights, because they are in registers anyway.
+                x = packed.to(tl.float32)
+                weight = x
+            log_total += _log_sums(weight, x, POWER, PTX)
     return acc, total, log_total, seen_total
 
 
@@ -266,9 +263,9 @@ def forward_kernel(
     kv_head = h // GROUP
     wanted = entropy_wanted(row, h, b, EVERY)
     acc = tl.zeros([QUERIES, DV_PAD], tl.float32)
-    # The logarithms leave no registers for sums that are not complete.
-    LANES: tl.constexpr = 1 if STATISTICS == 0 or (STATISTICS == 2 and EVERY == 1) else KEYS // 4
-    total = tl.zeros([QUERIES, LANES], tl.float32)
+    # Logarithms of all rows leave no registers for sums that are not complete.
+    FOLD: tl.constexpr = STATISTICS == 1 or EVERY > 1
+    total = tl.zeros([QUERIES, KEYS // 4 if FOLD else 1], tl.float32)
     log_total = tl.zeros([QUERIES], tl.float32)
     seen_total = tl.zeros([QUERIES], tl.int32)
 
@@ -292,16 +289,21 @@ def forward_kernel(
             else:
                 start = inner_high
                 stop = high
-            acc, total, log_total, seen_total = _walk(
-                acc, total, log_total, seen_total, q_tile, k, v, mask_head, start, stop,
-                rows, n_q, batch, kv_head, first_k, offset, end, window,
-                cut, scale, seed_value, bh, dropout, wanted,
-                stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-                stride_mq, stride_mk,
-                part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
-                QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
-                HAS_THRESHOLD, PRESCALE, STATISTICS, EVERY, DROPOUT, TMA, PTX, PRECISION,
-            )  # fmt: skip
+            # Loops with and without logarithms, of which a program runs one.
+            for level in tl.static_range(3):
+                if (level == STATISTICS or (level == 1 and EVERY > 1)) and (
+                    EVERY == 1 or wanted == (level == 2)
+                ):
+                    acc, total, log_total, seen_total = _walk(
+                        acc, total, log_total, seen_total, q_tile, k, v, mask_head, start, stop,
+                        rows, n_q, batch, kv_head, first_k, offset, end, window,
+                        cut, scale, seed_value, bh, dropout,
+                        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+                        stride_mq, stride_mk,
+                        part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
+                        QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK,
+                        PADDED, HAS_THRESHOLD, PRESCALE, level, FOLD, DROPOUT, TMA, PTX, PRECISION,
+                    )  # fmt: skip
 
     if HAS_MASK:
         n = seen_total.to(tl.float32)

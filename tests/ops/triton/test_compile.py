@@ -14,6 +14,8 @@ import pytest
 SPILLS = {
     "forward_kernel width 128, causal False, power 4": 6,
     "forward_kernel width 128, causal False, power 4, divided": 19,
+    # In the loop with logarithms, which one program in eight runs.
+    "forward_kernel width 128, causal False, sampled entropies": 31,
 }
 
 
@@ -32,9 +34,7 @@ def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
     assert len(kernels) == 50
     for name, code in kernels.items():
-        # Beside a loop with logarithms the widest tile may have to put an address away.
-        allowed = SPILLS.get(name, 2 if "entropies" in name else 0)
-        assert code["spills"] <= allowed, name
+        assert code["spills"] <= SPILLS.get(name, 0), name
         if name.startswith("decode"):
             assert code["products"] + code["narrow products"] > 0, name
             # The keys of later tiles are under way while a tile is multiplied.
