@@ -101,7 +101,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
 
     gamma            number or [H], greater than 0; a larger one gives smaller weights
     length_exponent  0.5 is ReLUFormer, 1 (with gamma 2) is ReLU/n, 0 is plain ReLU
-    power            1, 2, 3 or 4
+    power            1, 2, 3, 4 or 8
     threshold        number or [H]; negative opens keys whose score is below zero
     negative_slope   slope below the threshold, 0 for an exact ReLU
     normalise        divide each row by its sum plus this number; None, as in the paper, does not

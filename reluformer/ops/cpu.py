@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reluformer.errors import UserError
 from reluformer.ops import cpu_tiles as tiles
-from reluformer.ops.rule import POWERS
+from reluformer.ops.rule import POWERS, POWERS_IN_WORDS
 from reluformer.ops.visibility import Visibility
 
 
@@ -64,7 +64,7 @@ def rectified_attention(
     if not scale > 0:
         raise UserError(f"impl='cpu' needs a positive scale, not {scale}.")
     if power not in POWERS:
-        raise UserError(f"impl='cpu' takes a power from 1 to 4, not {power}.")
+        raise UserError(f"impl='cpu' takes a power of {POWERS_IN_WORDS}, not {power}.")
     if power > 2:
         # High powers of unscaled products could overflow; a power of two changes no digit of q.
         unit = 2.0 ** round(math.log2(scale))

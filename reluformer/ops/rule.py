@@ -9,7 +9,8 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.memory import Scores, hide
 
-POWERS = (1, 2, 3, 4)
+POWERS = (1, 2, 3, 4, 8)
+POWERS_IN_WORDS = "1, 2, 3, 4 or 8"
 """Powers that a rectified rule can have, on every implementation."""
 
 
@@ -20,7 +21,7 @@ class Rectified:
     With unit-variance scores the sum of n rectified values has variance n/2, so exponent 0.5 keeps
     the output's variance at 1 for every length (ReLUFormer, Eq. 6). Exponent 1 with gamma 2 is
     ReLU/n (Wortsman et al. 2023), exponent 0 is plain ReLU. A negative threshold opens keys. The
-    power is 1, 2, 3 or 4.
+    power is 1, 2, 3, 4 or 8.
 
     gamma and threshold are numbers or tensors of one value per head, [H]; a threshold may also be
     one per row, broadcastable to [B, H, Tq, 1]. With `normalise`, each row is divided by its sum
@@ -40,7 +41,7 @@ class Rectified:
         if not isinstance(self.threshold, Tensor) and not math.isfinite(self.threshold):
             raise UserError(f"threshold must be a finite number, got {self.threshold}")
         if self.power not in POWERS:
-            raise UserError(f"power must be a whole number from 1 to 4, got {self.power}")
+            raise UserError(f"power must be {POWERS_IN_WORDS}, got {self.power}")
         if not 0 <= self.length_exponent < math.inf:
             raise UserError(f"length_exponent must be finite and >= 0, got {self.length_exponent}")
         if not 0 <= self.negative_slope < 1:
@@ -84,13 +85,19 @@ class Rectified:
 
 
 def raised(x: Tensor, power: int) -> Tensor:
-    """x^power as products of squares, which are faster than `**`; x itself for power 1."""
+    """x^power, a power of `POWERS` or one less; x itself for 1.
+
+    Products of squares are faster than `**`.
+    """
     if power == 1:
         return x
     square = x.square()
-    if power == 2:
-        return square
-    return square * x if power == 3 else square.square()
+    if power <= 3:
+        return square if power == 2 else square * x
+    fourth = square.square()
+    if power == 4:
+        return fourth
+    return fourth.square() if power == 8 else fourth * square * x
 
 
 def per_head(value: float | Tensor) -> float | Tensor:

@@ -45,7 +45,7 @@ def test_attentions_whose_parts_do_not_add_up(sequence: ShardedSequence, name: s
         ({"move": "queries", "alpha": 1.5}, "relu attention has no option 'alpha'"),
         ({"key_lengths": torch.ones(3, dtype=torch.int64)}, r"key_lengths must be .* shape \[2\]"),
         ({"gamma": torch.ones(3)}, "gamma must be a number or a tensor"),
-        ({"power": 5}, "power must be a whole number from 1 to 4"),
+        ({"power": 5}, "power must be 1, 2, 3, 4 or 8"),
         ({"move": "queries", "normalise": 0.0}, "normalise must be a finite number above 0, got 0"),
         ({"impl": "sdpa"}, "torch's fused kernels compute softmax only"),
         ({"move": "queries", "impl": "triton"}, "cannot run this relu attention"),

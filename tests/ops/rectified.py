@@ -53,6 +53,10 @@ CASES = [
     Case("power two", power=2, statistics=2, gamma=True, threshold=(0.5, -0.5), causal=True),
     Case("power three", power=3, statistics=1, threshold=(-3.0, 0.2), key_lengths=(38,)),
     Case("power four", power=4, statistics=2, gamma=True, threshold=(-4.0, -0.5), causal=True),
+    Case(
+        "power eight", power=8, statistics=2, gamma=True, threshold=(-8.0, -4.0), key_lengths=(38,)
+    ),
+    Case("power eight, divided", power=8, threshold=-8.0, causal=True, normalise=1e-2),
     Case("power four, groups", heads=4, power=4, length_exponent=1.0, threshold=-4.0),
     Case("widths", width=32, value_width=16, length_exponent=1.0, gamma=True, statistics=2),
     Case("one query", queries=1, keys=70, causal=True, gamma=True, threshold=(0.1, -0.1)),

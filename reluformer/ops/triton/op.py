@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
-from reluformer.ops.rule import POWERS, Rectified
+from reluformer.ops.rule import POWERS, POWERS_IN_WORDS, Rectified
 from reluformer.ops.triton.layout import last_contiguous, packed_view
 from reluformer.ops.triton.operators import attend, attend_pages
 
@@ -37,7 +37,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
         if width not in WIDTHS:
             return f"head widths must be one of {WIDTHS}, and {name} has {width}"
     if power not in POWERS:
-        return f"power must be a whole number from 1 to 4, got {power}"
+        return f"power must be {POWERS_IN_WORDS}, got {power}"
     if power > 2 and (_autocast_dtype(q) or q.dtype) == torch.float16:
         # Weights are packed before they are normalised, and it holds neither 16^4 nor 0.01^4.
         return f"power {power} needs bfloat16 or float32, got float16"

@@ -201,15 +201,19 @@ def head_threshold(
 
 @triton.jit
 def raised(x, POWER: tl.constexpr):
-    """x^POWER, POWER from 1 to 4."""
+    """x^POWER, a power of `reluformer.ops.rule.POWERS` or one less."""
     if POWER == 1:
         result = x
     elif POWER == 2:
         result = x * x
     elif POWER == 3:
         result = x * x * x
-    else:
+    elif POWER == 4:
         result = (x * x) * (x * x)
+    else:
+        square = x * x
+        fourth = square * square
+        result = fourth * fourth if POWER == 8 else fourth * square * x
     return result
 
 
