@@ -33,6 +33,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from reluformer.bench.timing import in_short
 from reluformer.data.batches import Batch
 from reluformer.data.tokenizer import BOS, EOS
 from reluformer.files import write_json
@@ -174,7 +175,7 @@ def attempt(parts: int, *given: Any) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         retry = parts < 4
     except Exception as problem:
-        return {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]}
+        return {"failed": in_short(problem)}
     finally:
         torch.compiler.reset()
         gc.collect()

@@ -37,7 +37,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from reluformer.bench.timing import Clock, ratio
+from reluformer.bench.timing import Clock, in_short, ratio
 from reluformer.files import write_json
 from reluformer.info import commit, info
 from reluformer.model.memory import KeyValueMemory
@@ -145,7 +145,7 @@ class Case:
         try:
             found = self.both(name)
         except Exception as problem:
-            return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+            return in_short(problem)
         x, keys, values = leaves = [each.detach().double().requires_grad_() for each in self.leaves]
         out = (x @ keys.t()).relu() @ values
         wanted = [out.detach(), *torch.autograd.grad(out, leaves, self.grad.double())]

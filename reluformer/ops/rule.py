@@ -10,8 +10,8 @@ from reluformer.errors import UserError
 from reluformer.ops.memory import Scores, hide
 
 POWERS = (1, 2, 3, 4, 8)
-POWERS_IN_WORDS = "1, 2, 3, 4 or 8"
 """Powers that a rectified rule can have, on every implementation."""
+POWERS_IN_WORDS = f"{', '.join(map(str, POWERS[:-1]))} or {POWERS[-1]}"
 
 
 @dataclass(frozen=True)
