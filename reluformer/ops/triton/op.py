@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
+from reluformer.ops.dispatch import autocast_dtype
 from reluformer.ops.rule import POWERS, POWERS_IN_WORDS, Rectified
 from reluformer.ops.triton.layout import last_contiguous, packed_view
 from reluformer.ops.triton.operators import attend, attend_pages
@@ -38,7 +39,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
             return f"head widths must be one of {WIDTHS}, and {name} has {width}"
     if power not in POWERS:
         return f"power must be {POWERS_IN_WORDS}, got {power}"
-    if power > 2 and (_autocast_dtype(q) or q.dtype) == torch.float16:
+    if power > 2 and (autocast_dtype(q) or q.dtype) == torch.float16:
         # Weights are packed before they are normalised, and it holds neither 16^4 nor 0.01^4.
         return f"power {power} needs bfloat16 or float32, got float16"
     if not scale > 0:
@@ -69,18 +70,12 @@ def _missing_on_gpu() -> str | None:
     return None
 
 
-def _autocast_dtype(q: Tensor) -> torch.dtype | None:
-    """The type in which autocast would have the kernels compute, or None where it is off."""
-    device = q.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def _call(
     q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
     cu_q, cu_k, max_q, max_k, dropout_p, statistics, normalise, entropy_every=1,
 ):  # fmt: skip
     """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
-    dtype = _autocast_dtype(q)
+    dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     reason = supports(q, k, v, scale=scale, power=power)

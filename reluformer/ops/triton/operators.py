@@ -10,9 +10,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from reluformer.ops.dispatch import plain
 from reluformer.ops.stats import sampled_rows
 from reluformer.ops.triton.layout import empty_heads, last_contiguous, row_values
 
@@ -46,7 +45,7 @@ for _schema in (
 def attend(*arguments):
     """The arguments of the operator; (out, row sums, sums of w log w, counts), None or empty for
     what was not asked for. To divide by row sums, ask for them."""
-    if not _plain(arguments[0]):
+    if not plain(arguments[0]):
         return torch.ops.reluformer.rectified_attention.default(*arguments)
     if torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in arguments[:5]
@@ -57,16 +56,9 @@ def attend(*arguments):
 
 def attend_pages(*arguments):
     """The arguments of the operator for pages; the output."""
-    if not _plain(arguments[0]):
+    if not plain(arguments[0]):
         return torch.ops.reluformer.paged_attention.default(*arguments)
     return _run_pages(*arguments)
-
-
-def _plain(q: Tensor) -> bool:
-    """Whether nobody watches operators: no compiler, no subclass (a fake), no dispatch mode."""
-    return not (
-        torch.compiler.is_compiling() or type(q) is not Tensor or is_in_torch_dispatch_mode()
-    )
 
 
 @cache
@@ -104,7 +96,7 @@ def _backward(ctx, grad_out, grad_sum, grad_log, _):
         out, None if mask is None else count, last_contiguous(grad_out), grad_sum, grad_log,
         row_sum if epsilon > 0 else None, *tensors, *ctx.numbers, need_shift,
     )  # fmt: skip
-    if _plain(q):
+    if plain(q):
         dq, dk, dv, row_dot, shift = _run_backward(*arguments)
     else:
         found = torch.ops.reluformer.rectified_attention_backward.default(*arguments)

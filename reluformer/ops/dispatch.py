@@ -1,0 +1,18 @@
+"""What surrounds the call of an operator: autocast, and whoever watches operators."""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether nobody watches operators: no compiler, no subclass (a fake), no dispatch mode."""
+    return not (
+        torch.compiler.is_compiling() or type(tensor) is not Tensor or is_in_torch_dispatch_mode()
+    )
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The type in which autocast would have this tensor's device compute, or None if it is off."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
