@@ -84,6 +84,10 @@ class Rectified:
         return (n.clamp_min(1) / 2) ** -self.length_exponent / per_head(self.gamma)
 
 
+RELU = Rectified(length_exponent=0.0)
+"""max(s, 0) and nothing else."""
+
+
 def raised(x: Tensor, power: int) -> Tensor:
     """x^power, a power of `POWERS` or one less; x itself for 1.
 

@@ -7,6 +7,8 @@ from torch.nn import functional
 
 from reluformer.model.memories.definition import Query, Selector, Size, Table, check_between, times
 from reluformer.ops.memory import Scores, hide, read
+from reluformer.ops.relu_linear import pays, relu_linear
+from reluformer.ops.rule import RELU, Rectified
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,21 @@ class AllSlots(Selector):
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
         """weights(x K^T) V, or (weights(x K^T) * x G^T) V."""
+        if _only_relu(query) and pays(query.x):
+            tables = query.tables
+            hidden = relu_linear(query.x, tables["keys"], tables.get("keys_bias"))
+            return hidden @ tables["values"], None
         scores = Scores(query.against("keys"), None, query.x.shape[-1])
         weigh = query.weigh
         if "gate" in query.tables:
             weigh = times(weigh, query.against("gate"))
         return read(scores, query.tables["values"], weigh, query.dropout_p)
+
+
+def _only_relu(query: Query) -> bool:
+    """Whether the two products have only ReLU between them, and nobody asks for its result."""
+    relu = isinstance(query.weigh, Rectified) and query.weigh == RELU
+    return relu and not (query.want_weights or query.dropout_p > 0 or "gate" in query.tables)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from reluformer.model.memories.persistent import PerHead
 from reluformer.model.memories.product_keys import ProductKeys
 from reluformer.ops.family import elementwise, normalised
 from reluformer.ops.memory import Scores, Weigh
-from reluformer.ops.rule import Rectified
+from reluformer.ops.rule import RELU, Rectified
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ class Memory:
     memory is lost beside the residual stream and under the epsilon of a LayerNorm.
     """
 
-    def weights(self, scores: Scores) -> Tensor:
-        """Weights of the scores, in a precision that suits the kind."""
-        if not self.by_row:
-            return self.weigh(scores)
+    @property
+    def weights(self) -> Weigh:
+        """The function from scores to weights, in a precision that suits the kind."""
+        return self._precisely if self.by_row else self.weigh
+
+    def _precisely(self, scores: Scores) -> Tensor:
         precise = scores.values.to(torch.promote_types(scores.values.dtype, torch.float32))
         return self.weigh(Scores(precise, scores.visible, scores.width))
 
@@ -67,10 +69,9 @@ _CSORDAS = (
     "Csordas et al. 2023, Approximating Two-Layer Feedforward Networks for Efficient Transformers, "
     "arXiv 2310.10837"
 )
-_RELU = Rectified(length_exponent=0.0)
 
 _ROWS = (
-    Memory("relu", "ReLU(x K^T) V", _SHEN, _RELU),
+    Memory("relu", "ReLU(x K^T) V", _SHEN, RELU),
     Memory(
         "softmax",
         "softmax(x K^T) V",
@@ -100,9 +101,9 @@ _ROWS = (
         "So et al. 2021, Primer: Searching for Efficient Transformers, arXiv 2109.08668",
         Rectified(length_exponent=0.0, power=2),
     ),
-    Memory("reglu", "(ReLU(x K^T) * x G^T) V", _SHAZEER, _RELU, gate=True),
+    Memory("reglu", "(ReLU(x K^T) * x G^T) V", _SHAZEER, RELU, gate=True),
     Memory("swiglu", "(SiLU(x K^T) * x G^T) V", _SHAZEER, elementwise.silu, gate=True),
-    Memory("top_k", "the k largest of ReLU(x K^T), times V", _CSORDAS, _RELU, TopK),
+    Memory("top_k", "the k largest of ReLU(x K^T), times V", _CSORDAS, RELU, TopK),
     Memory(
         "product_key_softmax",
         "sum over heads of softmax(the k largest of q K^T) V, K = {[a_i, b_j]}, q = W x",
@@ -116,14 +117,14 @@ _ROWS = (
         "product_key_relu",
         "sum over heads of ReLU(the k largest of q K^T) V, K = {[a_i, b_j]}, q = W x",
         _CSORDAS,
-        _RELU,
+        RELU,
         ProductKeys,
     ),
     Memory(
         "sigma_moe",
         "sum over the k largest e of sigmoid(x E^T)_e ReLU(x K_e^T) V_e",
         _CSORDAS,
-        _RELU,
+        RELU,
         Experts,
     ),
     Memory(
