@@ -166,9 +166,10 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
         grads = grads._replace(grad_sum=rows, row_sum=rows)
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
+    signs = launch.sign_buffer(problem, grads)
     if kernel == "keys":
-        return lambda: launch.key_gradients(problem, grads, (), first, second, row_dot)
-    return lambda: launch.query_gradients(problem, grads, (), first, row_dot, shift)
+        return lambda: launch.key_gradients(problem, grads, (), first, second, row_dot, signs)
+    return lambda: launch.query_gradients(problem, grads, (), first, row_dot, shift, signs)
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:

@@ -11,7 +11,10 @@ is the same with C_i / T_i in place of C_i, T_i e_i of e_i and T_i g_i - dO_i . 
 `row_terms` knows. O is read once, in a pass over rows.
 
 `keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel` a tile of queries (dQ:
-three); each sums in a fixed order, so results are repeatable bit by bit.
+three); each sums in a fixed order, so results are repeatable bit by bit. For power 1 all that dQ
+needs of the scores is [x > 0]: with `SIGNS` the first kernel leaves these bits to the second, which
+then makes two products. Adding dQ up in the first kernel would spare one more, but took longer on
+an H200, by atomics on pointers and by descriptors alike: sums in memory are slower than products.
 """
 
 import triton
@@ -23,7 +26,6 @@ from reluformer.ops.triton.parts import (
     dropout_factor,
     dropout_keys,
     entropy_wanted,
-    gated,
     head_threshold,
     keep_rows,
     key_range,
@@ -38,6 +40,20 @@ from reluformer.ops.triton.parts import (
     store_tile,
     visible,
     visible_count,
+)
+from reluformer.ops.triton.signs import (
+    PAIRS,
+    WORDS,
+    gate_words,
+    gated,
+    head_blocks,
+    load_signs,
+    positive,
+    sign_bits,
+    sign_gated,
+    sign_quarters,
+    sign_words,
+    store_signs,
 )
 
 
@@ -107,10 +123,13 @@ def _walk_keys(
     k,
     v,
     mask,
+    signs,
     low,
     high,
+    row,
     rows,
     n_q,
+    k_length,
     batch,
     kv_head,
     first_k,
@@ -132,6 +151,7 @@ def _walk_keys(
     stride_mk,
     MASKED: tl.constexpr,
     CHECK: tl.constexpr,
+    QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -147,12 +167,16 @@ def _walk_keys(
     GRADS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ROW_SHIFT: tl.constexpr,
+    SIGNS: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     if DROPOUT:
         random = dropout_keys(seed_value, rows, bh)[:, None]
+    if SIGNS:
+        quarters = sign_quarters(signs, row, low, k_length, QUERIES, KEYS)
+        words = load_signs(quarters, QUERIES, KEYS, PTX)
     for col in tl.range(low, high, KEYS):
         k_tile = load_tile(
             k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
@@ -164,19 +188,22 @@ def _walk_keys(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             k_tile = keep_rows(k_tile, col, end, KEYS)
-        score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if not SIGNS:
+            score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         grad = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-        if PRESCALE:
-            score = score * scale
-        if HAS_THRESHOLD:
-            score = score - cut
+        if not SIGNS:
+            if PRESCALE:
+                score = score * scale
+            if HAS_THRESHOLD:
+                score = score - cut
         cols = col + tl.arange(0, KEYS)
         if MASKED:
             seen = visible(
                 (rows + offset)[:, None], rows[:, None], cols[None, :], end, window,
                 mask, stride_mq, stride_mk, n_q, CAUSAL, WINDOW, HAS_MASK,
             )  # fmt: skip
-            score = tl.where(seen, score, 0.0)
+            if not SIGNS:
+                score = tl.where(seen, score, 0.0)
         if DROPOUT:
             grad *= dropout_factor(random, cols[None, :], dropout)
         if GRADS >= 1:
@@ -189,14 +216,26 @@ def _walk_keys(
             if MASKED:
                 # Gradients of what is not seen may be NaN.
                 grad = tl.where(x > 0, grad, 0.0)
+        if SIGNS and MASKED:
+            # What no key has met has no signs.
+            grad = tl.where(seen, grad, 0.0)
         if POWER == 1 and PTX and not ROW_SHIFT and k_tile.dtype == tl.bfloat16:
-            packed = gated(grad, rectified(score, tl.bfloat16, PTX))
+            if SIGNS:
+                packed = sign_gated(grad, words, QUERIES, KEYS)
+            else:
+                packed = gated(grad, positive(rectified(score, tl.bfloat16, PTX)))
         else:
-            if POWER == 1:
+            if SIGNS:
+                grad = tl.where(sign_bits(words, QUERIES, KEYS), grad, 0.0)
+            elif POWER == 1:
                 grad = tl.where(score > 0, grad, 0.0)
             if ROW_SHIFT:
                 shift_total += tl.sum(grad, 1)
             packed = grad.to(k_tile.dtype)
+        if SIGNS:
+            # Those of the next tile, a tile ahead: memory is far.
+            quarters += 2 * KEYS
+            words = load_signs(quarters, QUERIES, KEYS, PTX)
         acc = tl.dot(packed, k_tile, acc, input_precision=PRECISION)
     return acc, shift_total
 
@@ -215,6 +254,7 @@ def queries_kernel(
     row_sum,
     row_dot,
     row_shift,
+    signs,
     gamma,
     threshold,
     lengths,
@@ -280,6 +320,7 @@ def queries_kernel(
     DROPOUT: tl.constexpr,
     ROW_DOT: tl.constexpr,
     ROW_SHIFT: tl.constexpr,
+    SIGNS: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -287,7 +328,8 @@ def queries_kernel(
 ):
     """dQ, and per row O.dO (for gamma) and the sum of dS in score units (for the threshold).
 
-    With `DIVIDE` O.dO is there already, and read.
+    With `DIVIDE` O.dO is there already, and read. With `SIGNS` so are the signs of the weights,
+    and no scores are made: a gradient passes a ReLU or not.
     """
     tiles = tl.cdiv(q_length, QUERIES)
     tile = tl.program_id(0) % tiles
@@ -337,6 +379,9 @@ def queries_kernel(
     mask_head = mask
     if HAS_MASK:
         mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+    signs_head = signs
+    if SIGNS:
+        signs_head = signs + bh.to(tl.int64) * head_blocks(q_length, k_length) * PAIRS
     kv_head = h // GROUP
     acc = tl.zeros([QUERIES, D_PAD], tl.float32)
     shift_total = tl.zeros([QUERIES], tl.float32)
@@ -359,20 +404,22 @@ def queries_kernel(
             else:
                 start = inner_high
                 stop = high
-            # Loops with and without logarithms, of which a program runs one.
+            # Loops with and without logarithms, of which a program runs one. With signs, none that
+            # is empty: see `keys_kernel`.
             for level in tl.static_range(3):
                 if (level == GRADS or (level == 1 and EVERY > 1)) and (
-                    EVERY == 1 or wanted == (level == 2)
+                    (not SIGNS or start < stop) and (EVERY == 1 or wanted == (level == 2))
                 ):
                     acc, shift_total = _walk_keys(
                         acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head,
-                        start, stop, rows, n_q, batch, kv_head, first_k, offset, end, window,
-                        cut, scale, seed_value, bh, dropout,
+                        signs_head, start, stop, row, rows, n_q, k_length, batch, kv_head,
+                        first_k, offset, end, window, cut, scale, seed_value, bh, dropout,
                         stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                         stride_mq, stride_mk,
                         part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
-                        KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK, PADDED,
-                        HAS_THRESHOLD, PRESCALE, level, DROPOUT, ROW_SHIFT, TMA, PTX, PRECISION,
+                        QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK,
+                        PADDED, HAS_THRESHOLD, PRESCALE, level, DROPOUT, ROW_SHIFT, SIGNS, TMA,
+                        PTX, PRECISION,
                     )  # fmt: skip
 
     factor *= POWER
@@ -405,12 +452,14 @@ def _walk_queries(
     count,
     row_sum,
     mask,
+    signs,
     gamma,
     low,
     high,
     col,
     n_q,
     q_length,
+    k_length,
     batch,
     b,
     h,
@@ -458,10 +507,12 @@ def _walk_queries(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
+    SIGNS: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BY_PAIRS: tl.constexpr = POWER == 1 and PTX and not DROPOUT and k_tile.dtype == tl.bfloat16
     cols = col + tl.arange(0, KEYS)
     for row in tl.range(low, high, QUERIES):
         rows = tl.multiple_of(row, QUERIES) + tl.arange(0, QUERIES)
@@ -519,6 +570,15 @@ def _walk_queries(
         else:
             packed = rectified(weight, g_tile.dtype, PTX)
         dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=PRECISION)
+        if BY_PAIRS:
+            gates = positive(packed)
+        if SIGNS:
+            # While products are under way. float16 has no weights as small as scores can be.
+            if BY_PAIRS:
+                words = gate_words(gates, KEYS, QUERIES)
+            else:
+                words = sign_words(score, KEYS, QUERIES)
+            store_signs(signs, words, row, col, k_length, KEYS, QUERIES, PTX)
         grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
         if DROPOUT:
             grad *= kept
@@ -535,8 +595,8 @@ def _walk_queries(
             grad *= steep
         if ROW_SCALE and not PRESCALED:
             grad *= factor[None, :]
-        if POWER == 1 and PTX and not DROPOUT and q_tile.dtype == tl.bfloat16:
-            grad = gated(grad, packed)
+        if BY_PAIRS:
+            grad = gated(grad, gates)
         else:
             if POWER == 1 or MASKED:
                 # Above power 1 it is a matter of gradients of what is not seen, which may be NaN.
@@ -554,6 +614,7 @@ def keys_kernel(
     grad_out,
     dk,
     dv,
+    signs,
     terms,
     count,
     row_sum,
@@ -622,6 +683,7 @@ def keys_kernel(
     DROPOUT: tl.constexpr,
     ROW_SCALE: tl.constexpr,
     PRESCALED: tl.constexpr,
+    SIGNS: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
@@ -632,7 +694,7 @@ def keys_kernel(
     `ROW_SCALE`: C_i (or C_i / T_i) differs between rows, so it is applied in the loop (or,
     `PRESCALED`, has been multiplied into `grad_out` and the terms); otherwise once at the end.
     `terms` are made by `row_terms_kernel`: the loop would compute them again for every tile of
-    keys.
+    keys. With `SIGNS` those of the weights are left to `queries_kernel`.
     """
     kv_heads = heads // GROUP
     tiles = tl.cdiv(k_length, KEYS)
@@ -674,6 +736,9 @@ def keys_kernel(
         terms_head = terms
         if GRADS >= 1:
             terms_head = terms + bh.to(tl.int64) * (GRADS * padded_rows(q_length))
+        signs_head = signs
+        if SIGNS:
+            signs_head = signs + bh.to(tl.int64) * head_blocks(q_length, k_length) * WORDS
         for part in tl.static_range(3):
             if (
                 part == 1
@@ -692,17 +757,20 @@ def keys_kernel(
                 else:
                     start = inner_high
                     stop = high
-                dk_acc, dv_acc = _walk_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, terms_head, count, row_sum,
-                    mask_head, gamma, start, stop, col, n_q, q_length, batch, b, h, first_q,
-                    offset, end, window, cut, scale, unit, length_exponent, epsilon, seed_value,
-                    bh, dropout,
-                    stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
-                    stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
-                    part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
-                    WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, DIVIDE, HAS_THRESHOLD, PRESCALE, GRADS,
-                    EVERY, DROPOUT, ROW_SCALE, PRESCALED, TMA, PTX, PRECISION,
-                )  # fmt: skip
+                # Where a path around a loop meets products in flight, the assembler makes all
+                # products of the loop wait for each other.
+                if not SIGNS or start < stop:
+                    dk_acc, dv_acc = _walk_queries(
+                        dk_acc, dv_acc, k_tile, v_tile, q, grad_out, terms_head, count, row_sum,
+                        mask_head, signs_head, gamma, start, stop, col, n_q, q_length, k_length,
+                        batch, b, h, first_q, offset, end, window, cut, scale, unit,
+                        length_exponent, epsilon, seed_value, bh, dropout,
+                        stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
+                        stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
+                        part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
+                        WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, DIVIDE, HAS_THRESHOLD, PRESCALE, GRADS,
+                        EVERY, DROPOUT, ROW_SCALE, PRESCALED, SIGNS, TMA, PTX, PRECISION,
+                    )  # fmt: skip
 
     value_factor = 1.0
     if not ROW_SCALE:

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.triton import decode_launch
+from reluformer.ops.triton import decode_launch, tiles
 from reluformer.ops.triton.backward import keys_kernel, queries_kernel
 from reluformer.ops.triton.forward import forward_kernel
 from reluformer.ops.triton.launcher import (
@@ -22,6 +22,8 @@ from reluformer.ops.triton.layout import empty_heads, row_values
 from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem, pad
 from reluformer.ops.triton.rows import row_terms_kernel, scale_rows_kernel
+from reluformer.ops.triton.signs import SIDE, SLACK, WIDEST, WORDS
+from reluformer.ops.triton.tiles import Kernel
 
 # Rows of a tile of the pass over output gradients.
 _SCALED_ROWS = 64
@@ -120,10 +122,31 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
         return dq.zero_(), dk.zero_(), dv.zero_(), _zeroed(row_dot), shift
     key = signature((need_shift, *problem[10:]), (*problem.tensors, *grads))
     row_shift = row_values(q, packed=packed) if need_shift else None
-    key_gradients(problem, grads, key, dk, dv, row_dot)
-    query_gradients(problem, grads, key, dq, row_dot, row_shift)
+    signs = sign_buffer(problem, grads)
+    key_gradients(problem, grads, key, dk, dv, row_dot, signs)
+    query_gradients(problem, grads, key, dq, row_dot, row_shift, signs)
     shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
     return dq, dk, dv, row_dot, shift
+
+
+def sign_buffer(problem: Problem, grads: Gradients) -> Tensor | None:
+    """Memory for the sign of every weight, a bit each, to spare the queries a product.
+
+    The derivative of a ReLU, unlike that of its powers, is known from the sign alone.
+    """
+    q = problem.q
+    if not tiles.current().signs or problem.power > 1 or grads.level > 1:
+        return None
+    if problem.packed or problem.mask is not None or problem.dropout_p > 0:
+        return None
+    kernels: tuple[Kernel, ...] = ("keys", "queries")
+    used = [problem.tile(kernel) for kernel in kernels]
+    if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):
+        return None
+    rows = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value // SIDE.value
+    cols = triton.cdiv(problem.max_k, WIDEST.value) * WIDEST.value // SIDE.value
+    blocks = problem.sequences * q.shape[1] * rows * cols
+    return q.new_empty(((blocks + SLACK) * WORDS.value,), dtype=torch.int16)
 
 
 def key_gradients(
@@ -133,8 +156,9 @@ def key_gradients(
     dk: Tensor,
     dv: Tensor,
     row_dot: Tensor | None,
+    signs: Tensor | None,
 ) -> None:
-    """Fill dk and dv and, where rows are divided by their sums, O.dO per row."""
+    """Fill dk and dv and, where rows are divided by their sums, O.dO per row; signs if there."""
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("keys", *key)
     launch = LAUNCHES.get(key)
@@ -165,12 +189,13 @@ def key_gradients(
                 "EVERY": problem.entropy_every if grads.level == 2 else 1,
                 "ROW_SCALE": problem.per_row,
                 "PRESCALED": prescaled,
+                "SIGNS": signs is not None,
                 "TMA": use_descriptors((q, k, v, grad_out, dk, dv)),
             },
             store_by_pointer=2 * problem.packed,
         )  # fmt: skip
         remember(key, launch)
-    launch(q, k, v, grad_out, dk, dv, terms, grads.count, grads.row_sum, *problem.optional)
+    launch(q, k, v, grad_out, dk, dv, signs, terms, grads.count, grads.row_sum, *problem.optional)
 
 
 def query_gradients(
@@ -180,8 +205,10 @@ def query_gradients(
     dq: Tensor,
     row_dot: Tensor | None,
     row_shift: Tensor | None,
+    signs: Tensor | None,
 ) -> None:
-    """Fill dq and, where they are there, the two sums per row; `row_dot` is read if it divides."""
+    """Fill dq and, where they are there, the two sums per row; `row_dot` is read if it divides,
+    `signs` if there."""
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("queries", *key)
     launch = LAUNCHES.get(key)
@@ -200,14 +227,16 @@ def query_gradients(
                 "EVERY": problem.entropy_every if grads.level == 2 else 1,
                 "ROW_DOT": row_dot is not None and not problem.divided,
                 "ROW_SHIFT": row_shift is not None,
+                "SIGNS": signs is not None,
                 "TMA": use_descriptors((q, k, v, grad_out, dq)),
             },
             store_by_pointer=int(problem.packed),
         )  # fmt: skip
         remember(key, launch)
+    pairs = None if signs is None else signs.view(torch.int32)
     launch(
         q, k, v, grad_out, dq, grads.out, grads.grad_sum, grads.grad_log, grads.count,
-        grads.row_sum, row_dot, row_shift, *problem.optional,
+        grads.row_sum, row_dot, row_shift, pairs, *problem.optional,
     )  # fmt: skip
 
 
@@ -223,8 +252,8 @@ def _row_terms(
     if grads.level == 0:
         return None
     heads = problem.sequences * problem.q.shape[1]
-    tiles = triton.cdiv(problem.max_q, BLOCK.value)
-    shape = (heads, grads.level, tiles * BLOCK.value)
+    blocks = triton.cdiv(problem.max_q, BLOCK.value)
+    shape = (heads, grads.level, blocks * BLOCK.value)
     terms = problem.q.new_empty(shape, dtype=torch.float32)
     key = key and ("terms", *key)
     launch = LAUNCHES.get(key)
@@ -232,7 +261,7 @@ def _row_terms(
         launch = Launch(
             row_terms_kernel,
             problem.tile("keys"),
-            tiles * heads,
+            blocks * heads,
             [],
             problem.row_numbers(),
             {

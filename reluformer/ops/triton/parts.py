@@ -235,7 +235,7 @@ def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The left and the right half of a tile [ROWS, COLS]."""
     return tl.split(tl.permute(x.reshape(ROWS, 2, COLS // 2), (0, 2, 1)))
 
@@ -246,16 +246,16 @@ def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr):
 
     Sums of rows that stay within a thread, unlike `tl.sum`: for totals over many tiles.
     """
-    left, right = _halves(x, ROWS, COLS)
-    left, right = _halves(left + right, ROWS, COLS // 2)
+    left, right = halves(x, ROWS, COLS)
+    left, right = halves(left + right, ROWS, COLS // 2)
     return left + right
 
 
 @triton.jit
 def folded_pairs(x, ROWS: tl.constexpr, COLS: tl.constexpr):
     """`folded` for a packed bfloat16 tile: two values at once, rounded twice before float32."""
-    left, right = _halves(x, ROWS, COLS)
-    left, right = _halves(_add_pairs(left, right), ROWS, COLS // 2)
+    left, right = halves(x, ROWS, COLS)
+    left, right = halves(_add_pairs(left, right), ROWS, COLS // 2)
     return _add_pairs(left, right).to(tl.float32)
 
 
@@ -264,24 +264,6 @@ def _add_pairs(a, b):
     return tl.inline_asm_elementwise(
         "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.bfloat16, is_pure=True, pack=2
     )
-
-
-@triton.jit
-def gated(grad, packed):
-    """`grad` in bfloat16 where the weight `packed` is positive, else 0.
-
-    Two values at once, and no score need be kept until its gradient arrives.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 gate, zero;
-        mov.b32 zero, 0;
-        set.gt.u32.bf16x2 gate, $3, zero;
-        cvt.rn.bf16x2.f32 $0, $2, $1;
-        and.b32 $0, $0, gate;
-        }""",
-        "=r,r,r,r", [grad, packed], tl.bfloat16, is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -125,16 +125,18 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 
 
 class Override(NamedTuple):
-    """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None).
+    """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None);
+    signs of weights kept for the queries' gradients, where that is possible.
 
     Compared by value, so that it can be part of a key.
     """
 
     tiles: tuple[tuple[Kernel, Tile], ...]
     tma: bool | None
+    signs: bool
 
 
-_override = Override((), None)
+_override = Override((), None, False)
 
 
 def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) -> Tile:
@@ -172,11 +174,14 @@ def current() -> Override:
 
 
 @contextmanager
-def override(tiles: dict[Kernel, Tile] | None = None, tma: bool | None = None) -> Iterator[None]:
-    """Use these tiles, and descriptors or pointers, inside the block: for tuning and tests."""
+def override(
+    tiles: dict[Kernel, Tile] | None = None, tma: bool | None = None, signs: bool = False
+) -> Iterator[None]:
+    """Use these tiles, descriptors or pointers, signs or scores, inside the block: for tuning and
+    tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma)
+    _override = Override(tuple((tiles or {}).items()), tma, signs)
     try:
         yield
     finally:
