@@ -1,0 +1,156 @@
+"""The backward with and without signs of weights, and with other tiles, against cuDNN's.
+
+    python benchmarks/backward.py --out backward.json         # on a GPU, at most 100 s
+    TRITON_INTERPRET=1 python benchmarks/backward.py --quick  # the interpreter, one tiny shape
+
+bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Every variant must be within 6e-3 of float64
+first. Times are medians over interleaved rounds, of all kernels of a backward; ratios are medians
+of the ratios within a round: above 1, ours is faster. "scores": the gradients of queries make the
+scores again. "signs": they read the signs that the gradients of keys leave; then tiles (query
+rows, keys, warps, stages) of the queries' kernel (q) or the keys' (k) in place of the table's.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reluformer.bench.timing import Call, Clock, ratio
+from reluformer.files import write_json
+from reluformer.ops.triton import launch, tiles
+from reluformer.ops.triton.problem import Problem
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
+PEER = SDPBackend.MATH if INTERPRETED else SDPBackend.CUDNN_ATTENTION
+SCORES, SIGNS = "scores", "signs"
+LENGTHS = (1024, 4096, 16_384)
+BOUND = 6e-3
+NARROW = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/3", "q64/128/4/2")
+WIDE = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/2")
+TILES = {
+    (64, False): (*NARROW, "k64/64/4/3", "k128/64/4/3"),
+    (64, True): (*NARROW, "k64/64/4/3p", "k128/64/4/3p"),
+    (128, False): (*WIDE, "k64/128/8/3", "k64/64/4/2"),
+    (128, True): (*WIDE, "k64/128/8/3p", "k64/64/4/2p"),
+}
+
+
+def overridden(variant: str) -> dict[tiles.Kernel, tiles.Tile]:
+    """The tile that a name stands for."""
+    if variant in (SCORES, SIGNS):
+        return {}
+    sizes = (int(size) for size in variant[1:].rstrip("p").split("/"))
+    tile = tiles.Tile(*sizes, prescale="p" in variant)
+    return {"queries" if variant[0] == "q" else "keys": tile}
+
+
+def make(width: int, causal: bool, n: int, tokens: int = 16_384, total: int = 2048) -> Problem:
+    """Random queries, keys and values."""
+    made = torch.randn(3, tokens // n, n, total // width, width, device=DEVICE).to(DTYPE)
+    numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, n, n)
+    return Problem(*made.transpose(2, 3), *[None] * 7, *numbers)
+
+
+def backward(problem: Problem, grad: Tensor, variant: str) -> tuple[Tensor, ...]:
+    """dq, dk and dv."""
+    grads = launch.Gradients(None, None, grad, None, None)
+    with tiles.override(overridden(variant), signs=variant != SCORES):
+        return launch.backward(problem, grads, False)[:3]
+
+
+def gate(job: tuple[int, bool, str]) -> float:
+    """The largest relative error of the gradients at an odd length; compiles, too."""
+    width, causal, variant = job
+    n = 77 if INTERPRETED else 4093
+    problem = make(width, causal, n, tokens=2 * n, total=2 * width)
+    leaves = [each.double().requires_grad_() for each in problem[:3]]
+    seen = torch.ones(n, n, device=DEVICE, dtype=torch.bool).tril(0 if causal else n)
+    weights = (leaves[0] @ leaves[1].transpose(-2, -1)).relu() * seen * problem.scale
+    weights = weights / (seen.sum(-1, keepdim=True) / 2).sqrt()
+    grad = torch.randn_like(problem.q)
+    wanted = torch.autograd.grad(weights @ leaves[2], leaves, grad.double())
+    try:
+        pairs = zip(backward(problem, grad, variant), wanted, strict=True)
+        return max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)
+    except Exception as error:
+        print(*job, type(error).__name__, str(error)[:200], flush=True)
+        return float("inf")
+
+
+def measure(
+    width: int, causal: bool, n: int, variants: list[str], quick: bool
+) -> list[dict[str, object]]:
+    """Milliseconds of every backward at one shape, and how much faster than the peer's it is."""
+    problem = make(width, causal, n, **({"tokens": 128, "total": 64} if quick else {}))
+    grad = torch.randn_like(problem.q)
+    leaves = [each.detach().requires_grad_() for each in problem[:3]]
+    with sdpa_kernel(PEER):
+        out = scaled_dot_product_attention(*leaves, is_causal=causal)
+    calls: dict[str, Call] = {
+        PEER.name: partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
+    }
+    calls |= {name: partial(backward, problem, grad, name) for name in variants}
+    times = Clock(DEVICE).rounds(calls, 1 if quick else 7, 0.0 if quick else 1.5)
+    return [
+        {
+            "width": width,
+            "causal": causal,
+            "n": n,
+            "what": name,
+            "ms": statistics.median(taken),
+            "ratio": ratio(taken, times[PEER.name]),
+        }
+        for name, taken in times.items()
+    ]
+
+
+def main() -> None:
+    """Gate, then time; the lines printed last are the table."""
+    parser = argparse.ArgumentParser(description="Times the backward kernels.")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=90, help="no new shape after that")
+    parser.add_argument("--quick", action="store_true", help="one tiny shape")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    jobs = [(*kind, name) for kind, names in TILES.items() for name in (SCORES, SIGNS, *names)]
+    jobs = jobs[:2] if arguments.quick else jobs
+    if INTERPRETED:
+        errors = list(map(gate, jobs))
+    else:
+        # All at once: compiling takes longest, and a core each.
+        with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn")) as pool:
+            errors = list(pool.map(gate, jobs))
+    refused = [job for job, error in zip(jobs, errors, strict=True) if not error <= BOUND]
+    print(f"largest error {max(errors):.1e}, refused: {refused}, {time.monotonic() - start:.0f} s")
+    print("width mask n: milliseconds (ratio to the first)")
+    rows: list[dict[str, object]] = []
+    for width, causal in dict.fromkeys(job[:2] for job in jobs):
+        variants = [job[2] for job in jobs if job[:2] == (width, causal) and job not in refused]
+        for n in (64,) if arguments.quick else LENGTHS:
+            if time.monotonic() - start > arguments.seconds:
+                continue
+            found = measure(width, causal, n, variants, arguments.quick)
+            shown = (f"{row['what']} {row['ms']:.3f} ({row['ratio']:.2f})" for row in found)
+            print(
+                f"{width} {'causal' if causal else 'full':6} {n:5}:", *shown, sep="  ", flush=True
+            )
+            rows += found
+    if arguments.out:
+        write_json(arguments.out, rows)
+
+
+if __name__ == "__main__":
+    main()
