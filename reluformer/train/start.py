@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from reluformer import checkpoint
 from reluformer.checkpoint import RunState
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
+from reluformer.model.config import Site
 from reluformer.model.pretrained import WEIGHTS, distinct_tensors, load_tensors
 from reluformer.model.scale import Gamma
 from reluformer.recipe import Recipe, TrainConfig
@@ -61,10 +62,27 @@ def take_weights(model: ReLUFormer, recipe: Recipe, data: TrainingData) -> None:
             f"data.source {recipe.data.source}: their checksums are "
             f"{found.tokenizer.sha256[:16]} and {data.tokenizer.sha256[:16]}"
         )
+    _check_weights_mean_the_same(found.model, model, folder)
     try:
         load_tensors(model, distinct_tensors(found.model), finished / WEIGHTS)
     except UserError as error:
         raise UserError(f"train.start_from {error}") from None
+
+
+def _check_weights_mean_the_same(found: ReLUFormer, model: ReLUFormer, folder: str) -> None:
+    """Refuse another function of the scores: gamma and thresholds were learned for the old one."""
+    for site in get_args(Site):
+        there, here = (each.config.attention_at(site) for each in (found, model))
+        if there.kind != here.kind:
+            # A choice, where their tensors fit: from softmax to sparsemax, say.
+            continue
+        for name, value in here.fixed_options.items():
+            before = there.fixed_options.get(name)
+            if before != value:
+                raise UserError(
+                    f"train.start_from {folder} was trained with {name} {before} in the {site} "
+                    f"attention, model.attention.{name} is {value} here"
+                )
 
 
 def begin(

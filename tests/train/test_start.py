@@ -118,6 +118,7 @@ def test_runs_without_a_finished_model_are_refused(
         ({"data__generated__seed": 1}, r"short was .* another tokenizer .* data.source reverse: "),
         ({"model__decoder_layers": 2}, r"'decoder.1.* is missing from it"),
         ({"model__attention": {"kind": "softmax"}}, "log_gamma' is unknown in it"),
+        ({"model__attention": {**ATTENTION, "power": 8}}, "short was .* power 4 in .* is 8 here"),
         ({"model__slots": 32}, r"has shape \[16.*\], expected \[32.*\]"),
     ],
 )
