@@ -5,9 +5,10 @@
 
 bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Every variant must be within 6e-3 of float64
 first. Times are medians over interleaved rounds, of all kernels of a backward; ratios are medians
-of the ratios within a round: above 1, ours is faster. "scores": the gradients of queries make the
-scores again. "signs": they read the signs that the gradients of keys leave; then tiles (query
-rows, keys, warps, stages) of the queries' kernel (q) or the keys' (k) in place of the table's.
+of the ratios within a round: above 1, ours is faster. "default": as it ships. "scores": the
+gradients of queries make the scores again. "m64": they read signs that the gradients of keys leave,
+in 64 MiB at a time. Then tiles (query rows, keys, warps, stages) of the queries' kernel (q) or the
+keys' (k) in place of the table's.
 """
 
 import argparse
@@ -29,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.bench.timing import Call, Clock, ratio
 from reluformer.files import write_json
-from reluformer.ops.triton import launch, tiles
+from reluformer.ops.triton import backward_launch, tiles
 from reluformer.ops.triton.problem import Problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
 PEER = SDPBackend.MATH if INTERPRETED else SDPBackend.CUDNN_ATTENTION
-SCORES, SIGNS = "scores", "signs"
+DEFAULT, SCORES, MEMORY = "default", "scores", ("m64", "m1024")
 LENGTHS = (1024, 4096, 16_384)
 BOUND = 6e-3
 NARROW = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/3", "q64/128/4/2")
@@ -50,7 +51,7 @@ TILES = {
 
 def overridden(variant: str) -> dict[tiles.Kernel, tiles.Tile]:
     """The tile that a name stands for."""
-    if variant in (SCORES, SIGNS):
+    if variant in (DEFAULT, SCORES, *MEMORY):
         return {}
     sizes = (int(size) for size in variant[1:].rstrip("p").split("/"))
     tile = tiles.Tile(*sizes, prescale="p" in variant)
@@ -66,9 +67,10 @@ def make(width: int, causal: bool, n: int, tokens: int = 16_384, total: int = 20
 
 def backward(problem: Problem, grad: Tensor, variant: str) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
-    grads = launch.Gradients(None, None, grad, None, None)
-    with tiles.override(overridden(variant), signs=variant != SCORES):
-        return launch.backward(problem, grads, False)[:3]
+    grads = backward_launch.Gradients(None, None, grad, None, None)
+    sign_bytes = {SCORES: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}.get(variant)
+    with tiles.override(overridden(variant), sign_bytes=sign_bytes):
+        return backward_launch.backward(problem, grads, False)[:3]
 
 
 def gate(job: tuple[int, bool, str]) -> float:
@@ -125,7 +127,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one tiny shape")
     arguments = parser.parse_args()
     start = time.monotonic()
-    jobs = [(*kind, name) for kind, names in TILES.items() for name in (SCORES, SIGNS, *names)]
+    jobs = [
+        (*kind, name)
+        for kind, names in TILES.items()
+        for name in (DEFAULT, SCORES, *MEMORY, *names)
+    ]
     jobs = jobs[:2] if arguments.quick else jobs
     if INTERPRETED:
         errors = list(map(gate, jobs))

@@ -81,9 +81,10 @@ def work(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
         # Descriptors or pointers, either order of memory; the second launch is a prepared one.
         for tma in (None, False):
             given = exact(arguments(case, dtype, device, transposed=tma is None))
-            with tiles.override(tma=tma):
-                for _ in range(2):
-                    outputs += found(op.rectified_attention, given)[0]
+            for sign_bytes in (0, 1 << 20):
+                with tiles.override(tma=tma, sign_bytes=sign_bytes):
+                    for _ in range(2):
+                        outputs += found(op.rectified_attention, given)[0]
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
     dropped.options["dropout_p"] = 0.3
     for normalise in (None, 0.1):

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.files import write_json
-from reluformer.ops.triton import launch, tiles
+from reluformer.ops.triton import backward_launch, launch, tiles
 from reluformer.ops.triton.problem import Problem
 from reluformer.ops.triton.tiles import Kernel, Tile
 
@@ -161,15 +161,16 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     learned = problem.gamma is not None
     out = torch.randn_like(problem.q) if learned else None
     rows = torch.rand(problem.q.shape[:3], device=problem.q.device) if learned else None
-    grads = launch.Gradients(out, None, torch.randn_like(problem.q), None, None)
+    grads = backward_launch.Gradients(out, None, torch.randn_like(problem.q), None, None)
     if problem.divided:
         grads = grads._replace(grad_sum=rows, row_sum=rows)
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
-    signs = launch.sign_buffer(problem, grads)
     if kernel == "keys":
-        return lambda: launch.key_gradients(problem, grads, (), first, second, row_dot, signs)
-    return lambda: launch.query_gradients(problem, grads, (), first, row_dot, shift, signs)
+        return lambda: backward_launch.key_gradients(
+            problem, grads, (), first, second, row_dot, None
+        )
+    return lambda: backward_launch.query_gradients(problem, grads, (), first, row_dot, shift, None)
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:

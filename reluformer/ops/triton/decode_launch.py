@@ -114,10 +114,8 @@ def decode(
 
 
 def _tile(problem: Problem, paged: bool) -> tiles.Tile:
-    q, k, v = problem.q, problem.k, problem.v
-    rows = q.shape[1] // k.shape[1] * q.shape[2]
-    width = max(pad(q.shape[-1]), pad(v.shape[-1]))
-    return tiles.pick("decode", width, paged, rows, q.element_size())
+    q = problem.q
+    return tiles.pick("decode", problem.width, paged, problem.group * q.shape[2], q.element_size())
 
 
 def _split(problem: Problem, tile: tiles.Tile, pages: Pages | None) -> Split:

@@ -29,6 +29,11 @@ def row_values(q: Tensor, *, packed: bool) -> Tensor:
     return q.new_empty(tuple(q.shape[:3]), dtype=torch.float32)
 
 
+def zeroed(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, if it is there, filled with zeros."""
+    return None if tensor is None else tensor.zero_()
+
+
 def last_contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself if its last dimension is contiguous, else a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -140,9 +140,11 @@ def _run(*arguments):
 
 
 def _run_backward(out, count, grad_out, grad_sum, grad_log, row_sum, *rest):
-    launch = _launch()
-    grads = launch.Gradients(out, count, grad_out, grad_sum, grad_log, row_sum)
-    return launch.backward(launch.Problem(*rest[:_FIELDS]), grads, rest[_FIELDS])
+    from reluformer.ops.triton import backward_launch
+
+    grads = backward_launch.Gradients(out, count, grad_out, grad_sum, grad_log, row_sum)
+    problem = backward_launch.Problem(*rest[:_FIELDS])
+    return backward_launch.backward(problem, grads, rest[_FIELDS])
 
 
 def _run_pages(

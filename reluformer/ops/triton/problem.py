@@ -60,6 +60,28 @@ class Problem(NamedTuple):
         return self.q.shape[0] if self.cu_q is None else self.cu_q.shape[0] - 1
 
     @property
+    def width(self) -> int:
+        """Of a tile: the larger of two, padded."""
+        return max(pad(self.q.shape[-1]), pad(self.v.shape[-1]))
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def at(self, batches: slice, heads: slice, key_heads: slice) -> "Problem":
+        """The same call on some batches and heads; there is no mask, packing or dropout."""
+        gamma, threshold, lengths = self.gamma, self.threshold, self.key_lengths
+        return self._replace(
+            q=self.q[batches, heads],
+            k=self.k[batches, key_heads],
+            v=self.v[batches, key_heads],
+            gamma=None if gamma is None else gamma[heads],
+            threshold=None if threshold is None else threshold[heads],
+            key_lengths=None if lengths is None else lengths[batches],
+        )
+
+    @property
     def prescaled_scores(self) -> bool:
         """float16 cannot hold unscaled products, and their third and fourth powers could leave the
         range of any type; other calls need no multiplication there."""
@@ -89,17 +111,15 @@ class Problem(NamedTuple):
     @property
     def _varies(self) -> bool:
         """Whether C_i does."""
-        grouped = self.q.shape[1] != self.k.shape[1]
         varies = self.causal or self.window > 0 or self.mask is not None
-        return varies or (grouped and self.gamma is not None)
+        return varies or (self.group > 1 and self.gamma is not None)
 
-    def tile(self, kernel: tiles.Kernel) -> tiles.Tile:
-        """The tile of the table for this call."""
-        width = max(pad(self.q.shape[-1]), pad(self.v.shape[-1]))
+    def tile(self, kernel: tiles.Kernel, *, signs: bool = False) -> tiles.Tile:
+        """The tile of the table for this call; with signs of weights for or from it."""
         # A tile of keys meets their lengths once, before its loop.
         padded = self.key_lengths is not None and kernel != "keys"
         edged = self._varies or padded or self.dropout_p > 0
-        return tiles.pick(kernel, width, edged, self.max_k, self.q.element_size())
+        return tiles.pick(kernel, self.width, edged, self.max_k, self.q.element_size(), signs)
 
     def mask_steps(self) -> tuple[int, ...]:
         """Strides of the mask over [B, H, Tq, Tk], zero where it is broadcast."""
@@ -148,10 +168,10 @@ class Problem(NamedTuple):
 
     def switches(self, tile: tiles.Tile) -> dict[str, Any]:
         """Compile-time arguments that all kernels with a tile share."""
-        q, k, v = self.q, self.k, self.v
+        q, v = self.q, self.v
         return {
             **self.row_switches(),
-            "GROUP": q.shape[1] // k.shape[1],
+            "GROUP": self.group,
             "QUERIES": tile.queries,
             "KEYS": tile.keys,
             "D": q.shape[-1],

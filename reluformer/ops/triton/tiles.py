@@ -124,31 +124,42 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 }
 
 
+# The same for kernels that write or read signs of weights (`benchmarks/backward.py`).
+_SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
+    ("keys", 64, True): [(2048, Tile(64, 64, 4, 3, prescale=True))],
+    ("queries", 64, False): [(2048, Tile(128, 64, 8, 3)), (_LONG, Tile(64, 64, 4, 3))],
+    ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
+    ("queries", 128, True): [(2048, Tile(64, 64, 4, 3))],
+}
+
+
 class Override(NamedTuple):
     """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None);
-    signs of weights kept for the queries' gradients, where that is possible.
+    memory for signs of weights, which are then kept wherever that is possible (0: nowhere).
 
     Compared by value, so that it can be part of a key.
     """
 
     tiles: tuple[tuple[Kernel, Tile], ...]
     tma: bool | None
-    signs: bool
+    sign_bytes: int | None
 
 
-_override = Override((), None, False)
+_override = Override((), None, None)
 
 
-def pick(kernel: Kernel, width: int, edged: bool, length: int, itemsize: int) -> Tile:
+def pick(
+    kernel: Kernel, width: int, edged: bool, length: int, itemsize: int, signs: bool = False
+) -> Tile:
     """The tile for a padded head width (16 to 256), key length and bytes per element.
 
     `edged` calls (causal, windowed, padded, masked, with dropout; decoding with more than 16 rows)
-    need registers for more than their products.
+    need registers for more than their products. `signs`: of weights, written or read.
     """
     for name, tile in _override.tiles:
         if name == kernel:
             return tile
-    rows = _rows(kernel, max(width, 64), edged, itemsize)
+    rows = _rows(kernel, max(width, 64), edged, itemsize, signs)
     return next(tile for limit, tile in rows if length <= limit)
 
 
@@ -156,16 +167,20 @@ def every(kernel: Kernel, width: int, itemsize: int) -> list[Tile]:
     """All tiles the table can give for a padded width, without repetition."""
     found = [
         tile
+        for signs in (False, True)
         for edged in (False, True)
-        for _, tile in _rows(kernel, max(width, 64), edged, itemsize)
+        for _, tile in _rows(kernel, max(width, 64), edged, itemsize, signs)
     ]
     return list(dict.fromkeys(found))
 
 
-def _rows(kernel: Kernel, width: int, edged: bool, itemsize: int) -> list[tuple[int, Tile]]:
+def _rows(
+    kernel: Kernel, width: int, edged: bool, itemsize: int, signs: bool
+) -> list[tuple[int, Tile]]:
+    signed = _SIGNED.get((kernel, width, edged), []) if signs and itemsize == 2 else []
     short = _SHORT.get((kernel, width), []) if itemsize == 2 else []
     table = _HALF if itemsize == 2 else _SINGLE
-    return short + (table.get((kernel, width, edged)) or table[kernel, width, False])
+    return signed + short + (table.get((kernel, width, edged)) or table[kernel, width, False])
 
 
 def current() -> Override:
@@ -175,13 +190,15 @@ def current() -> Override:
 
 @contextmanager
 def override(
-    tiles: dict[Kernel, Tile] | None = None, tma: bool | None = None, signs: bool = False
+    tiles: dict[Kernel, Tile] | None = None,
+    tma: bool | None = None,
+    sign_bytes: int | None = None,
 ) -> Iterator[None]:
-    """Use these tiles, descriptors or pointers, signs or scores, inside the block: for tuning and
+    """Use these tiles, descriptors or pointers, memory for signs, inside the block: for tuning and
     tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma, signs)
+    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from reluformer.ops.triton import decode_launch, launch, launcher, tiles
+from reluformer.ops.triton import backward_launch, decode_launch, launch, launcher, tiles
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PATTERNS = {
@@ -70,17 +70,20 @@ def main() -> None:
             q, q, q, None, None, None, None, None, None, None,
             width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, 4096, 4096,
         )  # fmt: skip
-        grads = launch.Gradients(None, None, torch.empty_like(q), None, None)
+        grads = backward_launch.Gradients(None, None, torch.empty_like(q), None, None)
         with tiles.override(tma=True):
             launch.forward(problem, 0)
-            launch.backward(problem, grads, False)
-            label += ", with row sums"
+            backward_launch.backward(problem, grads, False)
+            label += ", without signs"
+            with tiles.override(tma=True, sign_bytes=0):
+                backward_launch.backward(problem, grads, False)
+            label = label.replace("without signs", "with row sums")
             launch.forward(problem, 1)
             label = label.replace("with row sums", "sampled entropies")
             rows = torch.empty(q.shape[:3])
             launch.forward(problem._replace(entropy_every=8), 2)
             grads = grads._replace(grad_sum=rows, grad_log=rows)
-            launch.backward(problem._replace(entropy_every=8), grads, False)
+            backward_launch.backward(problem._replace(entropy_every=8), grads, False)
     for width, rows in ((64, 1), (128, 16)):
         for page in (0, 64):
             label = f"width {width}, rows {4 * rows}, page {page}"
@@ -105,10 +108,10 @@ def fourth_power(width: int, causal: bool, normalise: float) -> None:
     )  # fmt: skip
     with tiles.override(tma=True):
         launch.forward(problem, int(problem.divided))
-        grads = launch.Gradients(None, None, torch.empty_like(q), None, None)
+        grads = backward_launch.Gradients(None, None, torch.empty_like(q), None, None)
         if problem.divided:
             grads = grads._replace(out=torch.empty_like(q), row_sum=torch.empty(q.shape[:3]))
-        launch.backward(problem, grads, need_shift=True)
+        backward_launch.backward(problem, grads, need_shift=True)
 
 
 def decode(

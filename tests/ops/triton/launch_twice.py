@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from reluformer.ops.triton import launch, launcher, tiles
+from reluformer.ops.triton import backward_launch, launch, launcher, tiles
 
 written: list[list[str]] = []
 
@@ -98,11 +98,11 @@ def main() -> None:
             written.clear()
             for each in (problem, problem._replace(normalise=0.1)):
                 out, row_sum, _, _ = launch.forward(each, 1)
-                grads = launch.Gradients(out, None, torch.zeros_like(out), row_sum, None)
+                grads = backward_launch.Gradients(out, None, torch.zeros_like(out), row_sum, None)
                 if each.divided:
                     # Nothing arrives at the sums themselves.
                     grads = grads._replace(grad_sum=None, row_sum=row_sum)
-                launch.backward(each, grads, False)
+                backward_launch.backward(each, grads, False)
             rounds.append([*written])
     rounds[0] += decoded(80)
     launcher.LAUNCHES.clear()

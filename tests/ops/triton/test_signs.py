@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from reluformer.ops.triton import launch, op, tiles
+from reluformer.ops.triton import backward_launch, op, tiles
 from reluformer.ops.triton.problem import Problem
 from reluformer.ops.triton.tiles import Tile
 from tests.ops.rectified import Case, arguments, check, found
@@ -31,7 +33,7 @@ CASES = [
 @on_cpu
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _spy(monkeypatch)
+    parts = _spy(monkeypatch)
     # Blocks of 64 queries and 64 keys: tiles of one and of two such, in either kernel.
     keys, queries = ((64, 128), (128, 64), (64, 64))[at % 3]
     small: dict[tiles.Kernel, Tile] = {
@@ -39,51 +41,81 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "keys": Tile(keys, (64, 128)[at % 2], 4, 1, one_loop=at % 4 == 3, prescale=at % 2 == 0),
         "queries": Tile(queries, (128, 64)[at // 2 % 2], 4, 1, one_loop=at % 4 == 3),
     }
-    with tiles.override(small, tma=at % 2 > 0, signs=True):
-        check(op.rectified_attention, arguments(CASES[at], torch.float32, "cpu"), 2e-6, 5e-6)
-    assert made
+    case = CASES[at]
+    # All heads at once, two key heads of a batch, one.
+    for fit in (case.batch * case.heads, case.heads, case.heads // (case.kv_heads or case.heads)):
+        limit = fit * 256 * (256 if case.keys > 128 else 128) // 8
+        with tiles.override(small, tma=at % 2 > 0, sign_bytes=limit):
+            parts.clear()
+            check(op.rectified_attention, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
+        assert parts == [fit] * (case.batch * case.heads // fit)
 
 
-def _spy(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The buffers of signs that are made from now on."""
-    made: list[torch.Tensor] = []
-    original = launch.sign_buffer
+def _spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many query heads signs are kept at a time, from now on."""
+    parts: list[int] = []
+    original = backward_launch.query_gradients
 
-    def spy(*given: Any) -> torch.Tensor | None:
-        signs = original(*given)
+    def spy(problem: Problem, *rest: Any) -> None:
+        signs = rest[-1]
+        parts.append(0 if signs is None else problem.q.shape[0] * problem.q.shape[1])
         if signs is not None:
-            made.append(signs)
-        return signs
+            # Bits for whole tiles of one head, and what readers run ahead.
+            of_one = 256 * (256 if problem.max_k > 128 else 128)
+            assert (signs.numel() * 16 - 8 * 64 * 64) // of_one >= parts[-1]
+        original(problem, *rest)
 
-    monkeypatch.setattr(launch, "sign_buffer", spy)
-    return made
+    monkeypatch.setattr(backward_launch, "query_gradients", spy)
+    return parts
 
 
-def _buffer(n: int, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> torch.Tensor | None:
-    q = torch.empty(1, 2, n, 64, dtype=dtype, device="meta")
+def _heads(
+    n: int, heads: int = 8, kv_heads: int = 8, width: int = 64, level: int = 0, **changes: Any
+) -> int:
+    """Of how many heads the signs of a call on n tokens are kept."""
+    q = torch.empty(4, heads, n, width, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(4, kv_heads, n, width, dtype=torch.bfloat16, device="meta")
     numbers = (0.125, 1.0, 0.0, 0.5, 1, False, 0, 0.0, n, n)
-    problem = Problem(q, q, q, *[None] * 7, *numbers)._replace(**changes)
-    return launch.sign_buffer(problem, launch.Gradients(None, None, q, None, None))
+    problem = Problem(q, k, k, *[None] * 7, *numbers)._replace(**changes)
+    rows = q[..., 0] if level > 1 else None
+    grads = backward_launch.Gradients(None, None, q, rows, rows)
+    return backward_launch.heads_with_signs(problem, grads)
 
 
 def test_where_signs_are_kept() -> None:
-    assert _buffer(4100) is None, "nobody asked"
     mask = torch.ones(1, dtype=torch.bool)
-    none: list[dict[str, Any]] = [{"power": 2}, {"dropout_p": 0.1}, {"mask": mask}]
-    with tiles.override(signs=True):
-        signs = _buffer(4100)
-        assert all(_buffer(4000, **changes) is None for changes in none)
-    assert signs is not None
-    # Padded to whole tiles, a bit for every pair of a query and a key; and what readers run ahead.
-    assert signs.numel() * 16 == 2 * 4352 * 4224 + 8 * 64 * 64
-    with tiles.override({"queries": Tile(32, 64, 4, 1)}, signs=True):
-        assert _buffer(4000) is None, "part of a block"
+    assert _heads(1024) == 32
+    nowhere: list[dict[str, Any]] = [{"power": 2}, {"dropout_p": 0.1}, {"mask": mask}, {"level": 2}]
+    assert [_heads(1024, **changes) for changes in nowhere] == [0] * 4
+    assert _heads(1023) == _heads(1024, width=256) == 0, "not known to pay"
+    # 256 MiB are 2^31 bits.
+    assert _heads(4096, heads=32) == 128
+    assert _heads(16_384, heads=32) == 8
+    assert _heads(16_385, heads=32) == 7, "whole tiles"
+    assert _heads(46_000, kv_heads=8) == 1
+    assert _heads(46_000, kv_heads=4) == 0, "two heads that share keys do not fit"
+    with tiles.override({"queries": Tile(32, 64, 4, 1)}):
+        assert _heads(4096) == 0, "part of a block"
+    with tiles.override(sign_bytes=0):
+        assert _heads(4096) == 0
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.data())
+def test_parts_cover_every_head_once(batches: int, heads: int, data: st.DataObject) -> None:
+    fit = data.draw(st.integers(1, batches * heads))
+    seen = torch.zeros(batches, heads)
+    for part in backward_launch._parts(batches, heads, fit):
+        own = seen[part]
+        assert own.numel() <= fit
+        assert own.is_contiguous()
+        own += 1
+    assert bool((seen == 1).all())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_gradients_from_signs_on_the_device(at: int, width: int, dtype: torch.dtype) -> None:
     case = replace(CASES[at], width=width, value_width=width)
@@ -91,20 +123,21 @@ def test_gradients_from_signs_on_the_device(at: int, width: int, dtype: torch.dt
     case = replace(case, queries=16 * case.queries - 5, keys=16 * case.keys - 3)
     if case.key_lengths is not None:
         case = replace(case, key_lengths=tuple(16 * length for length in case.key_lengths))
-    given = arguments(case, dtype, "cuda")
-    with tiles.override(signs=True):
-        check(op.rectified_attention, given, *LOOSE[dtype])
+    made = arguments(case, dtype, "cuda")
+    for heads in (case.batch * case.heads, 2):
+        with tiles.override(sign_bytes=heads * 3072 * 3072 // 8):
+            check(op.rectified_attention, made, *LOOSE[dtype])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_signs_change_nothing_but_rounding() -> None:
-    given = arguments(
+    made = arguments(
         replace(ODD, queries=2000, keys=2000, width=64, causal=True), torch.bfloat16, "cuda"
     )
     grads = []
-    for signs in (True, False):
-        with tiles.override(signs=signs):
-            grads.append(found(op.rectified_attention, given)[1])
+    for sign_bytes in (1 << 30, 0):
+        with tiles.override(sign_bytes=sign_bytes):
+            grads.append(found(op.rectified_attention, made)[1])
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in ("k", "v"))
     torch.testing.assert_close(grads[0]["q"], grads[1]["q"], rtol=0.02, atol=0.02)

@@ -1,0 +1,335 @@
+"""Host side of the backward pass: what it allocates and launches.
+
+Two kernels, each of which owns what it writes: no sum depends on an order. For power 1 the first
+leaves the signs of the weights to the second, a bit each, which spares it a product. Their memory
+is bounded: where it would not hold all heads, the two kernels take turns on some at a time.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from reluformer.ops.triton import tiles
+from reluformer.ops.triton.backward import keys_kernel, queries_kernel
+from reluformer.ops.triton.launcher import (
+    LAUNCHES,
+    Launch,
+    elsewhere,
+    remember,
+    signature,
+    steps,
+    use_descriptors,
+)
+from reluformer.ops.triton.layout import empty_heads, row_values, zeroed
+from reluformer.ops.triton.parts import BLOCK
+from reluformer.ops.triton.problem import Problem, pad
+from reluformer.ops.triton.rows import row_terms_kernel, scale_rows_kernel
+from reluformer.ops.triton.signs import SIDE, SLACK, WIDEST, WORDS
+
+# Rows of a tile of the pass over output gradients.
+_SCALED_ROWS = 64
+# Signs pay from this many queries and keys on, up to this width (`benchmarks/backward.py`: not
+# measured elsewhere), and are given this much memory.
+_SIGNS_FROM, _SIGNS_TO = 1024, 128
+_SIGN_BYTES = 256 << 20
+
+Backward = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+class Gradients(NamedTuple):
+    """What arrives at the outputs, and what of the forward pass the backward needs.
+
+    `out` only if O.dO is wanted, for the gradient of gamma or of a divided row, which needs
+    `row_sum` too; `count` only with a mask.
+    """
+
+    out: Tensor | None
+    count: Tensor | None
+    grad_out: Tensor
+    grad_sum: Tensor | None
+    grad_log: Tensor | None
+    row_sum: Tensor | None = None
+
+    @property
+    def level(self) -> int:
+        """0: output only, 1: and row sums, by which it may be divided, 2: and sums of w log w."""
+        if self.grad_log is not None:
+            return 2
+        return int(self.grad_sum is not None or self.row_sum is not None)
+
+    def at(self, batches: slice, heads: slice) -> "Gradients":
+        """The same of some batches and heads; there is no mask."""
+        return Gradients(*(_at(each, batches, heads) for each in self))
+
+
+class Results(NamedTuple):
+    """What the two kernels fill; the last two only where they are wanted."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    row_dot: Tensor | None
+    row_shift: Tensor | None
+
+
+def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
+    """(dq, dk, dv, O.dO per row, sum of dS per head); the last two are None unless needed."""
+    if elsewhere(problem.q):
+        with torch.cuda.device(problem.q.device):
+            return backward(problem, grads, need_shift)
+    q, k, v = problem.q, problem.k, problem.v
+    packed = problem.packed
+    dq, dk, dv = (empty_heads(each, each.shape[-1], zero=packed) for each in (q, k, v))
+    row_dot = row_values(q, packed=packed) if grads.out is not None else None
+    if q.numel() == 0 or k.numel() == 0:
+        shift = q.new_zeros(q.shape[1], dtype=torch.float32) if need_shift else None
+        return dq.zero_(), dk.zero_(), dv.zero_(), zeroed(row_dot), shift
+    row_shift = row_values(q, packed=packed) if need_shift else None
+    results = Results(dq, dk, dv, row_dot, row_shift)
+    heads = heads_with_signs(problem, grads)
+    if heads == 0:
+        _fill(problem, grads, results, None)
+    else:
+        signs = _sign_buffer(problem, heads)
+        for batches, key_heads in _parts(q.shape[0], k.shape[1], heads // problem.group):
+            own = slice(key_heads.start * problem.group, key_heads.stop * problem.group)
+            part = Results(
+                dq[batches, own], dk[batches, key_heads], dv[batches, key_heads],
+                _at(row_dot, batches, own), _at(row_shift, batches, own),
+            )  # fmt: skip
+            _fill(problem.at(batches, own, key_heads), grads.at(batches, own), part, signs)
+    shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
+    return dq, dk, dv, row_dot, shift
+
+
+def heads_with_signs(problem: Problem, grads: Gradients) -> int:
+    """Of how many query heads, over all batches, the signs are kept at a time; 0: they are not.
+
+    The derivative of a ReLU, unlike that of its powers, is known from the sign alone.
+    """
+    limit = tiles.current().sign_bytes
+    if limit is None:
+        pays = min(problem.max_q, problem.max_k) >= _SIGNS_FROM and problem.width <= _SIGNS_TO
+        limit = _SIGN_BYTES if pays else 0
+    if problem.power > 1 or grads.level > 1 or problem.packed:
+        return 0
+    if problem.mask is not None or problem.dropout_p > 0:
+        return 0
+    used = (problem.tile("keys", signs=True), problem.tile("queries", signs=True))
+    if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):
+        return 0
+    heads = min(limit // _sign_bytes(problem), problem.q.shape[0] * problem.q.shape[1])
+    return heads if heads >= problem.group else 0
+
+
+def _sign_bytes(problem: Problem) -> int:
+    """Of the signs of one head, padded to whole tiles."""
+    rows = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value
+    cols = triton.cdiv(problem.max_k, WIDEST.value) * WIDEST.value
+    return int(rows * cols // 8)
+
+
+def _sign_buffer(problem: Problem, heads: int) -> Tensor:
+    """Memory for the signs of so many heads, and what readers run ahead."""
+    words = heads * _sign_bytes(problem) // 2 + SLACK * WORDS.value
+    return problem.q.new_empty((words,), dtype=torch.int16)
+
+
+def _parts(batches: int, heads: int, fit: int) -> Iterator[tuple[slice, slice]]:
+    """Batches and key heads in equal parts of at most `fit` heads; no part has both in part, so
+    that [batches, heads, rows] stays contiguous in each."""
+    at_once = _even(batches, max(fit // heads, 1))
+    of_each = _even(heads, min(fit, heads))
+    for batch in range(0, batches, at_once):
+        for head in range(0, heads, of_each):
+            yield (
+                slice(batch, min(batch + at_once, batches)),
+                slice(head, min(head + of_each, heads)),
+            )
+
+
+def _even(total: int, most: int) -> int:
+    """The size of equal parts of a total, each at most so large; the last may be smaller."""
+    return triton.cdiv(total, triton.cdiv(total, most))
+
+
+def _at(tensor: Tensor | None, batches: slice, heads: slice) -> Tensor | None:
+    return None if tensor is None else tensor[batches, heads]
+
+
+def _fill(problem: Problem, grads: Gradients, results: Results, signs: Tensor | None) -> None:
+    """Run both kernels."""
+    numbers = (signs is not None, results.row_shift is not None, *problem[10:])
+    key = signature(numbers, (*problem.tensors, *grads))
+    dq, dk, dv, row_dot, row_shift = results
+    key_gradients(problem, grads, key, dk, dv, row_dot, signs)
+    query_gradients(problem, grads, key, dq, row_dot, row_shift, signs)
+
+
+def key_gradients(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    dk: Tensor,
+    dv: Tensor,
+    row_dot: Tensor | None,
+    signs: Tensor | None,
+) -> None:
+    """Fill dk and dv and, where rows are divided by their sums, O.dO per row; signs if there."""
+    q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
+    key = key and ("keys", *key)
+    launch = LAUNCHES.get(key)
+    tile = launch.tile if launch else problem.tile("keys", signs=signs is not None)
+    # Where the pass runs anyway, to divide, its copy costs less than factors in the loop. float16
+    # would lose small gradients in the extra rounding.
+    prescale = tile.prescale or (problem.divided and q.element_size() == 2)
+    prescaled = prescale and problem.per_row and q.dtype != torch.float16
+    row_dot = row_dot if problem.divided else None
+    scaled = None
+    if prescaled:
+        scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
+    if prescaled or problem.divided:
+        _scale_rows(problem, grads, key, scaled, row_dot)
+    grad_out = grad_out if scaled is None else scaled
+    terms = _row_terms(problem, grads, key, row_dot, row_scale=prescaled)
+    if launch is None:
+        launch = Launch(
+            keys_kernel,
+            tile,
+            triton.cdiv(problem.max_k, tile.keys) * problem.sequences * k.shape[1],
+            [(q, tile.queries), (k, tile.keys), (v, tile.keys), (grad_out, tile.queries),
+             (dk, tile.keys), (dv, tile.keys)],
+            (*problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
+            {
+                **problem.switches(tile),
+                "GRADS": grads.level,
+                "EVERY": problem.entropy_every if grads.level == 2 else 1,
+                "ROW_SCALE": problem.per_row,
+                "PRESCALED": prescaled,
+                "SIGNS": signs is not None,
+                "TMA": use_descriptors((q, k, v, grad_out, dk, dv)),
+            },
+            store_by_pointer=2 * problem.packed,
+        )  # fmt: skip
+        remember(key, launch)
+    launch(q, k, v, grad_out, dk, dv, signs, terms, grads.count, grads.row_sum, *problem.optional)
+
+
+def query_gradients(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    dq: Tensor,
+    row_dot: Tensor | None,
+    row_shift: Tensor | None,
+    signs: Tensor | None,
+) -> None:
+    """Fill dq and, where they are there, the two sums per row; `row_dot` is read if it divides,
+    `signs` if there."""
+    q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
+    key = key and ("queries", *key)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        tile = problem.tile("queries", signs=signs is not None)
+        launch = Launch(
+            queries_kernel,
+            tile,
+            triton.cdiv(problem.max_q, tile.queries) * problem.sequences * q.shape[1],
+            [(q, tile.queries), (k, tile.keys), (v, tile.keys), (grad_out, tile.queries),
+             (dq, tile.queries)],
+            (*steps(grads.out), *problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
+            {
+                **problem.switches(tile),
+                "GRADS": grads.level,
+                "EVERY": problem.entropy_every if grads.level == 2 else 1,
+                "ROW_DOT": row_dot is not None and not problem.divided,
+                "ROW_SHIFT": row_shift is not None,
+                "SIGNS": signs is not None,
+                "TMA": use_descriptors((q, k, v, grad_out, dq)),
+            },
+            store_by_pointer=int(problem.packed),
+        )  # fmt: skip
+        remember(key, launch)
+    pairs = None if signs is None else signs.view(torch.int32)
+    launch(
+        q, k, v, grad_out, dq, grads.out, grads.grad_sum, grads.grad_log, grads.count,
+        grads.row_sum, row_dot, row_shift, pairs, *problem.optional,
+    )  # fmt: skip
+
+
+def _row_terms(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    row_dot: Tensor | None,
+    *,
+    row_scale: bool,
+) -> Tensor | None:
+    """What the gradients of the sums add to those of the weights, per row: see `row_terms`."""
+    if grads.level == 0:
+        return None
+    heads = problem.sequences * problem.q.shape[1]
+    blocks = triton.cdiv(problem.max_q, BLOCK.value)
+    shape = (heads, grads.level, blocks * BLOCK.value)
+    terms = problem.q.new_empty(shape, dtype=torch.float32)
+    key = key and ("terms", *key)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        launch = Launch(
+            row_terms_kernel,
+            problem.tile("keys"),
+            blocks * heads,
+            [],
+            problem.row_numbers(),
+            {
+                **problem.row_switches(),
+                "POWER": problem.power,
+                "GRADS": grads.level,
+                "EVERY": problem.entropy_every if grads.level == 2 else 1,
+                "ROW_SCALE": row_scale,
+            },
+        )
+        remember(key, launch)
+    launch(
+        grads.grad_sum, grads.grad_log, terms, grads.count, grads.row_sum, row_dot, problem.gamma,
+        problem.key_lengths, problem.cu_q, problem.cu_k,
+    )  # fmt: skip
+    return terms
+
+
+def _scale_rows(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    scaled: Tensor | None,
+    row_dot: Tensor | None,
+) -> None:
+    """scaled = grad_out times the factor of its row, and O.dO per row: what is there is filled."""
+    grad_out = grads.grad_out
+    key = key and ("scale", *key)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        width = grad_out.shape[-1]
+        launch = Launch(
+            scale_rows_kernel,
+            problem.tile("keys"),
+            triton.cdiv(problem.max_q, _SCALED_ROWS) * problem.sequences * problem.q.shape[1],
+            [],
+            (*steps(grad_out), *steps(scaled), *steps(grads.out), *problem.row_numbers()),
+            {
+                **problem.row_switches(),
+                "ROWS": _SCALED_ROWS,
+                "DV": width,
+                "DV_PAD": pad(width),
+                "COPY": scaled is not None,
+                "ROW_DOT": row_dot is not None,
+            },
+        )
+        remember(key, launch)
+    launch(
+        grad_out, scaled, grads.out, row_dot, grads.count, grads.row_sum, problem.gamma,
+        problem.key_lengths, problem.cu_q, problem.cu_k,
+    )  # fmt: skip
