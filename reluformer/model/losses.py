@@ -60,8 +60,21 @@ def translation_loss(
 
 def attention_sums(readings: Sequence[Reading], margin: float = MARGIN) -> AttentionSums:
     """Sums and counts over the rows of each reading of a forward pass (at least one)."""
-    parts = [_one_attention(reading, margin) for reading in readings]
-    return AttentionSums(*(torch.stack(column) for column in zip(*parts, strict=True)))
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for at, reading in enumerate(readings):
+        stats = reading.stats
+        key = (stats.row_sum.shape, stats.entropy is None, _sampled(reading) is None)
+        alike.setdefault(key, []).append(at)
+    parts: dict[int, tuple[Tensor, ...]] = {}
+    for places in alike.values():
+        # All attentions of a shape at once: rows are few, and on a GPU an operation takes longer
+        # to start than to run.
+        columns = _sums_over_rows([readings[at] for at in places], margin)
+        parts |= zip(
+            places, zip(*(column.unbind() for column in columns), strict=True), strict=True
+        )
+    rows = (parts[at] for at in range(len(readings)))
+    return AttentionSums(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 def attention_losses(readings: Sequence[Reading], margin: float = MARGIN) -> AttentionLosses:
@@ -83,20 +96,33 @@ def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> Att
     )
 
 
-def _one_attention(reading: Reading, margin: float) -> tuple[Tensor, ...]:
-    stats = reading.stats
-    rows = reading.valid & (stats.visible > 0)
-    live = rows & (stats.row_sum > 0)
+def _sampled(reading: Reading) -> Tensor | None:
+    return reading.stats.sampled if isinstance(reading.stats, RowSums) else None
+
+
+def _sums_over_rows(readings: Sequence[Reading], margin: float) -> tuple[Tensor, ...]:
+    """The fields of `AttentionSums` of readings of one shape."""
+    row_sum = torch.stack([reading.stats.row_sum for reading in readings])
+    visible = _stacked([reading.stats.visible for reading in readings], row_sum)
+    valid = _stacked([reading.valid for reading in readings], row_sum)
+    rows = valid & (visible > 0)
+    live = rows & (row_sum > 0)
     # Dead rows leave the mean: their logarithm is infinite and their gradient zero.
-    distance = _distance_from_one(torch.where(live, stats.row_sum, 1.0))
-    excess, sampled = torch.zeros_like(distance), live
-    if stats.entropy is not None:
-        if isinstance(stats, RowSums) and stats.sampled is not None:
-            sampled = live & stats.sampled
-        cap = margin * stats.visible.clamp_min(1).log()
-        excess = torch.where(sampled, (stats.entropy - cap).clamp_min(0), 0.0)
-    counts = (sampled, live, rows.expand_as(live))
-    return distance.sum(), excess.sum(), *(each.sum() for each in counts)
+    distance = _distance_from_one(torch.where(live, row_sum, 1.0)).sum((1, 2, 3))
+    counts = torch.stack([live, rows]).sum((2, 3, 4))
+    entropies = [each for reading in readings if (each := reading.stats.entropy) is not None]
+    if not entropies:
+        return distance, torch.zeros_like(distance), counts[0], *counts
+    chosen = [each for reading in readings if (each := _sampled(reading)) is not None]
+    sampled = live & _stacked(chosen, row_sum) if chosen else live
+    cap = margin * visible.clamp_min(1).log()
+    excess = torch.where(sampled, (torch.stack(entropies) - cap).clamp_min(0), 0.0)
+    return distance, excess.sum((1, 2, 3)), sampled.sum((1, 2, 3)), *counts
+
+
+def _stacked(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """[A, B, H, T] of parts that are broadcast to the [B, H, T] of `like`."""
+    return torch.stack([part.expand(like.shape[1:]) for part in parts])
 
 
 def _distance_from_one(row_sum: Tensor) -> Tensor:

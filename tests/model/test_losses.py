@@ -13,6 +13,7 @@ from reluformer.model.losses import (
     translation_loss,
 )
 from reluformer.model.readings import Reading
+from reluformer.ops import RowSums, Stats
 
 
 def reading(scale: float = 1.0, lengths: tuple[int, ...] = (5, 3)) -> Reading:
@@ -101,3 +102,26 @@ def test_normalisation_pulls_row_sums_to_one() -> None:
         optimiser.step()
     live = result.stats.row_sum[result.stats.row_sum > 0]
     assert (live - 1).abs().median() < 0.05
+
+
+def test_readings_of_any_shape_keep_their_places() -> None:
+    """Readings that are alike are added up at once: long, short, with and without entropies."""
+    whole = reading()
+    stats = whole.stats
+    sums = RowSums(stats.row_sum, None, stats.visible)
+    sampled = torch.arange(5) < 2
+    some = RowSums(stats.row_sum, stats.entropy, stats.visible, sampled.expand_as(stats.row_sum))
+    short = Stats(*(each[..., :3] for each in stats))
+    kinds = [
+        whole,
+        whole._replace(stats=short, valid=whole.valid[..., :3]),
+        whole._replace(stats=sums, valid=torch.ones(1, 1, 1, dtype=torch.bool)),
+        whole._replace(stats=some),
+        reading(2.0, (2, 4)),
+    ]
+    together = attention_sums([*kinds, *reversed(kinds)])
+    apart = [attention_sums([each]) for each in kinds]
+    for column, *alone in zip(together, *apart, strict=True):
+        torch.testing.assert_close(column, torch.cat([*alone, *reversed(alone)]))
+    assert len({float(each) for each in together.normalisation}) == 4
+    assert len({int(each) for each in together.sampled}) >= 4
