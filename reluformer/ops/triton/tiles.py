@@ -51,7 +51,8 @@ _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
     ("keys", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
         (64, Tile(32, 64, 4, 2, one_loop=True)),
-        (256, Tile(64, 64, 4, 3, one_loop=True)),
+        (128, Tile(64, 64, 4, 3, one_loop=True)),
+        (256, Tile(64, 64, 4, 3)),
     ],
     ("keys", 128): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
