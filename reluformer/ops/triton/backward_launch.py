@@ -13,7 +13,8 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.triton import tiles
-from reluformer.ops.triton.backward import keys_kernel, queries_kernel
+from reluformer.ops.triton.backward_keys import keys_kernel
+from reluformer.ops.triton.backward_queries import queries_kernel
 from reluformer.ops.triton.launcher import (
     LAUNCHES,
     Launch,

@@ -26,6 +26,7 @@ from reluformer.ops.triton.parts import (
     raised,
     rectified,
     row_factor,
+    row_places,
     sequence,
     store_tile,
     visible,
@@ -318,11 +319,7 @@ def forward_kernel(
         out, (acc * row_scale[:, None]).to(q_tile.dtype), batch, h, first_q + row,
         stride_ob, stride_oh, stride_ot, first_q + n_q, QUERIES, DV_PAD, DV, TMA and not VARLEN,
     )  # fmt: skip
-    stats = (
-        batch.to(tl.int64) * stride_sb
-        + h.to(tl.int64) * stride_sh
-        + (first_q + rows).to(tl.int64) * stride_st
-    )
+    stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
     if HAS_MASK:
         tl.store(count + stats, n, mask=rows < n_q)
     if STATISTICS >= 1:

@@ -182,6 +182,13 @@ def visible_count(position, end, window, CAUSAL: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
+def row_places(batch, h, rows, stride_sb, stride_sh, stride_st):
+    """Where the values of rows lie: offsets into row sums and what else there is one of a row."""
+    head = batch.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
+    return head + rows.to(tl.int64) * stride_st
+
+
+@triton.jit
 def row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA: tl.constexpr):
     """C_i = unit / (gamma_h * (n_i / 2)^length_exponent), zero where nothing is seen."""
     factor = unit * tl.exp2(-length_exponent * tl.log2(tl.maximum(n, 1.0) * 0.5))

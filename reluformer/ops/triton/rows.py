@@ -1,18 +1,76 @@
-"""Passes over rows that come before the backward kernels: their factors, terms and products."""
+"""What the backward kernels need of a row, and passes that bring it: factors, terms, products."""
 
 import triton
 import triton.language as tl
 
-from reluformer.ops.triton.backward import row_terms
 from reluformer.ops.triton.parts import (
     BLOCK,
     LENGTH_DEPENDENT,
+    LN2,
     entropy_wanted,
     load_tile,
     padded_rows,
+    row_factor,
+    row_places,
     sequence,
     store_tile,
+    visible_count,
 )
+
+
+@triton.jit
+def row_terms(
+    stats,
+    rows,
+    n_q,
+    position,
+    end,
+    window,
+    count,
+    grad_sum,
+    grad_log,
+    row_sum,
+    row_dot,
+    wanted,
+    unit,
+    gamma,
+    h,
+    length_exponent,
+    epsilon,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    POWER: tl.constexpr,
+    GRADS: tl.constexpr,
+):
+    """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows.
+
+    Without their sums of w log w `wanted`, what arrives at those is nothing. With `DIVIDE` the
+    first is C_i / T_i and the others are times T_i; `row_dot` is O.dO, and `grad_sum` may be None.
+    """
+    if HAS_MASK:
+        n = tl.load(count + stats, mask=rows < n_q, other=0.0)
+    else:
+        n = visible_count(position, end, window, CAUSAL, WINDOW)
+    factor = row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA)
+    constant = tl.zeros_like(factor)
+    slope = tl.zeros_like(factor)
+    if GRADS >= 1 and grad_sum is not None:
+        constant = tl.load(grad_sum + stats, mask=rows < n_q, other=0.0)
+    if GRADS == 2:
+        e = tl.load(grad_log + stats, mask=(rows < n_q) & wanted, other=0.0)
+        constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
+        slope = e * (POWER * LN2)
+    if DIVIDE:
+        total = tl.load(row_sum + stats, mask=rows < n_q, other=0.0) + epsilon
+        factor /= total
+        slope *= total
+        if GRADS >= 1:
+            constant *= total
+            constant -= tl.load(row_dot + stats, mask=rows < n_q, other=0.0)
+    return factor, constant, slope
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
@@ -63,11 +121,7 @@ def row_terms_kernel(
     )
     tile = tl.program_id(0) % tiles
     rows = tile * BLOCK + tl.arange(0, BLOCK)
-    stats = (
-        batch.to(tl.int64) * stride_sb
-        + h.to(tl.int64) * stride_sh
-        + (first_q + rows).to(tl.int64) * stride_st
-    )
+    stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
     factor, constant, slope = row_terms(
         stats, rows, n_q, rows + n_k - n_q, end, window, count, grad_sum, grad_log,
         row_sum, row_dot, entropy_wanted(tile * BLOCK, h, b, EVERY), unit, gamma, h,
@@ -143,11 +197,7 @@ def scale_rows_kernel(
         if row >= n_q:
             return
     rows = row + tl.arange(0, ROWS)
-    stats = (
-        batch.to(tl.int64) * stride_sb
-        + h.to(tl.int64) * stride_sh
-        + (first_q + rows).to(tl.int64) * stride_st
-    )
+    stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
     g_tile = load_tile(
         grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
         ROWS, DV_PAD, DV, False, True,
