@@ -220,6 +220,7 @@ def evaluate(
 ) -> None:
     """Score translations with sacreBLEU, and compare systems."""
     from reluformer import evaluate as scoring
+    from reluformer.scorer import METRICS, Metric
 
     names = _names(hypothesis)
     wanted, found = scoring.read_aligned(reference, hypothesis, documents=documents)
@@ -238,7 +239,7 @@ def evaluate(
             wanted,
             dict(zip(names, found, strict=True)),
             documents=documents,
-            metrics=cast("list[scoring.Metric]", metric) or scoring.METRICS,
+            metrics=cast("list[Metric]", metric) or METRICS,
             tokenize=tokenize,
             tokenised=tokenised,
             samples=samples,

@@ -7,21 +7,20 @@ tokenised elsewhere, and labelled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
 from reluformer.data.text import DOCUMENT, lines
 from reluformer.errors import UserError
+from reluformer.scorer import METRICS, Metric, Scorer
 
 Level = Literal["sentence", "document"]
-Metric = Literal["BLEU", "chrF2", "TER"]
+Case = Literal["mixed", "lower"]
 
-METRICS: tuple[Metric, ...] = get_args(Metric)
 TOKENIZERS = ("13a", "intl", "char", "zh", "none")
-_SEED = 12345
 # Upper bounds of the groups of documents, in words of the reference.
 _LENGTHS = (128, 256, 512, 1024, 2048)
 
@@ -32,7 +31,7 @@ class Score(NamedTuple):
     name: str
     """`BLEU`, `chrF2`, `TER` or `tokenised BLEU`."""
     level: Level
-    case: Literal["mixed", "lower"]
+    case: Case
     value: float
     signature: str
 
@@ -129,6 +128,7 @@ def evaluate(
         raise UserError("there is no hypothesis to score")
     report = progress or (lambda done, total, text: None)
     levels: tuple[Level, ...] = ("sentence", "document") if documents else ("sentence",)
+    texts = {level: _Texts(level, reference, hypotheses, metrics, tokenize) for level in levels}
     compared = levels if len(hypotheses) > 1 else ()
     total = len(hypotheses) + len(compared)
     systems: list[System] = []
@@ -142,17 +142,17 @@ def evaluate(
             )
         scores: list[Score] = []
         for level in levels:
-            for score in _scores(reference, hypothesis, level, metrics, tokenize):
+            for score in texts[level].scores(name):
                 scores.append(score)
                 report(len(systems), total, f"scoring {name}: {score.name}")
         if tokenised is not None:
             scores.append(_tokenised(tokenised[0], tokenised[1][name]))
-        by_length = _by_length(reference, hypothesis, tokenize) if documents else []
+        by_length = texts["document"].by_length(name) if documents else []
         systems.append(System(name, tuple(scores), tuple(by_length)))
     comparisons: list[Comparison] = []
     for number, level in enumerate(compared, len(systems)):
         report(number, total, f"comparing by {level}")
-        comparisons += _compare(reference, hypotheses, level, metrics, tokenize, samples)
+        comparisons += texts[level].compare(samples)
     return Evaluation(
         sum(map(len, reference)),
         len(reference) if documents else None,
@@ -221,31 +221,77 @@ def _segments(texts: Documents, level: Level) -> list[str]:
     return [sentence for document in texts for sentence in document]
 
 
-def _scores(
-    reference: Documents,
-    hypothesis: Documents,
-    level: Level,
-    metrics: Sequence[Metric],
-    tokenize: str,
-) -> Iterator[Score]:
-    given, wanted = _segments(hypothesis, level), [_segments(reference, level)]
-    for case in ("mixed", "lower"):
-        for name in METRICS:
-            # TER's search for shifts would take minutes on whole documents.
-            if name in metrics and (name != "TER" or level == "sentence"):
-                metric = _metric(name, tokenize, lower=case == "lower")
-                value = metric.corpus_score(given, wanted).score
-                yield Score(name, level, case, value, str(metric.get_signature()))
+@dataclass
+class _Texts:
+    """All texts at one level, and what is asked about them."""
 
+    level: Level
+    reference: Documents
+    hypotheses: Mapping[str, Documents]
+    metrics: Sequence[Metric]
+    tokenize: str
+    _scorers: dict[tuple[Metric, Case], Scorer] = field(default_factory=dict)
 
-def _metric(name: Metric, tokenize: str, *, lower: bool = False) -> Any:
-    from sacrebleu.metrics.bleu import BLEU
-    from sacrebleu.metrics.chrf import CHRF
-    from sacrebleu.metrics.ter import TER
+    def scores(self, system: str) -> Iterator[Score]:
+        """Every metric, with and without case."""
+        cases: tuple[Case, ...] = ("mixed", "lower")
+        for case in cases:
+            for name in METRICS:
+                # TER's search for shifts would take minutes on whole documents.
+                if name in self.metrics and (name != "TER" or self.level == "sentence"):
+                    scorer = self._scorer(name, case)
+                    value = scorer.score(self._given(system))
+                    yield Score(name, self.level, case, value, scorer.signature)
 
-    if name == "BLEU":
-        return BLEU(lowercase=lower, tokenize=tokenize)
-    return CHRF(lowercase=lower) if name == "chrF2" else TER(case_sensitive=not lower)
+    def by_length(self, system: str) -> Iterator[LengthScore]:
+        """BLEU of the segments in each range of lengths that has any."""
+        lengths = [len(segment.split()) for segment in _segments(self.reference, self.level)]
+        for low, high in zip((0, *_LENGTHS), (*_LENGTHS, None), strict=True):
+            chosen = [at for at, n in enumerate(lengths) if low < n and (high is None or n <= high)]
+            if chosen:
+                value = self._scorer("BLEU", "mixed").score(self._given(system), chosen)
+                words = f"{low + 1}-{high}" if high else f"over {low}"
+                yield LengthScore(words, len(chosen), value)
+
+    def compare(self, samples: int) -> Iterator[Comparison]:
+        """Every system but the first with the first, by every metric but TER."""
+        from sacrebleu.significance import PairedTest
+
+        names = [name for name in METRICS if name in self.metrics and name != "TER"]
+        if not names:
+            return
+        named: list[Any] = [(system, self._given(system)) for system in self.hypotheses]
+        scorers = {name: self._scorer(name, "mixed") for name in names}
+        metrics: Any = {name: scorer.metric for name, scorer in scorers.items()}
+        test = PairedTest(named, metrics, None, test_type="bs", n_samples=samples)
+        signatures, results = cast("tuple[dict[str, Any], dict[str, Any]]", test())
+        for name, scorer in scorers.items():
+            baseline, *others = results[name]
+            resampled = scorer.resampled([given for _, given in named], samples)
+            for at, ((system, given), other) in enumerate(zip(named[1:], others, strict=True), 1):
+                # The test counts differences above the one found: equal systems look different.
+                p_value = 1.0 if given == named[0][1] else other.p_value
+                low, high = np.percentile(resampled[at] - resampled[0], [2.5, 97.5])
+                yield Comparison(
+                    name,
+                    self.level,
+                    system,
+                    baseline.score,
+                    other.score,
+                    p_value,
+                    (float(low), float(high)),
+                    str(signatures[name]),
+                )
+
+    def _given(self, system: str) -> list[str]:
+        return _segments(self.hypotheses[system], self.level)
+
+    def _scorer(self, name: Metric, case: Case) -> Scorer:
+        if (name, case) not in self._scorers:
+            wanted = _segments(self.reference, self.level)
+            made = Scorer(name, wanted, self.tokenize, lower=case == "lower")
+            self._scorers[name, case] = made
+        return self._scorers[name, case]
 
 
 def _tokenised(reference: Documents, hypothesis: Documents) -> Score:
@@ -256,78 +302,3 @@ def _tokenised(reference: Documents, hypothesis: Documents) -> Score:
     given, wanted = _segments(hypothesis, "sentence"), [_segments(reference, "sentence")]
     value = metric.corpus_score(given, wanted).score
     return Score("tokenised BLEU", "sentence", "mixed", value, str(metric.get_signature()))
-
-
-def _by_length(reference: Documents, hypothesis: Documents, tokenize: str) -> Iterator[LengthScore]:
-    from sacrebleu.metrics.bleu import BLEU
-
-    pairs = list(
-        zip(_segments(hypothesis, "document"), _segments(reference, "document"), strict=True)
-    )
-    for low, high in zip((0, *_LENGTHS), (*_LENGTHS, None), strict=True):
-        chosen = [
-            pair
-            for pair in pairs
-            if low < len(pair[1].split()) and (high is None or len(pair[1].split()) <= high)
-        ]
-        if chosen:
-            given, wanted = zip(*chosen, strict=True)
-            value = BLEU(tokenize=tokenize).corpus_score(list(given), [list(wanted)]).score
-            words = f"{low + 1}-{high}" if high else f"over {low}"
-            yield LengthScore(words, len(chosen), value)
-
-
-def _compare(
-    reference: Documents,
-    hypotheses: Mapping[str, Documents],
-    level: Level,
-    metrics: Sequence[Metric],
-    tokenize: str,
-    samples: int,
-) -> Iterator[Comparison]:
-    from sacrebleu.significance import PairedTest
-
-    named: list[Any] = [(name, _segments(texts, level)) for name, texts in hypotheses.items()]
-    scorers = {name: _metric(name, tokenize) for name in METRICS if name in metrics}
-    scorers.pop("TER", None)
-    if not scorers:
-        return
-    wanted = [_segments(reference, level)]
-    test = PairedTest(named, cast("Any", scorers), wanted, test_type="bs", n_samples=samples)
-    signatures, results = cast("tuple[dict[str, Any], dict[str, Any]]", test())
-    for metric, scorer in scorers.items():
-        baseline, *others = results[metric]
-        resampled = _resampled(scorer, [segments for _, segments in named], wanted, samples)
-        for at, ((name, segments), other) in enumerate(zip(named[1:], others, strict=True), 1):
-            # The test counts differences above the one found, and so calls equal systems different.
-            p_value = 1.0 if segments == named[0][1] else other.p_value
-            low, high = np.percentile(resampled[at] - resampled[0], [2.5, 97.5])
-            yield Comparison(
-                metric,
-                level,
-                name,
-                baseline.score,
-                other.score,
-                p_value,
-                (float(low), float(high)),
-                str(signatures[metric]),
-            )
-
-
-def _resampled(
-    scorer: Any, systems: Sequence[Sequence[str]], wanted: list[list[str]], samples: int
-) -> "np.ndarray[Any, np.dtype[np.float64]]":
-    """Scores [systems, samples] on the same random draws of segments, with replacement.
-
-    A score is computed from counts that add up over segments, so a draw is a sum of rows. The
-    paired test of sacreBLEU works so too, but keeps the differences to itself.
-    """
-    counts = [np.array(scorer._extract_corpus_statistics(each, wanted)) for each in systems]
-    draw, size = np.random.default_rng(_SEED), len(wanted[0])
-    scores = np.empty((len(systems), samples))
-    for sample in range(samples):
-        times = np.bincount(draw.integers(size, size=size), minlength=size)
-        for at, each in enumerate(counts):
-            totals = (times @ each).tolist()
-            scores[at, sample] = scorer._compute_score_from_stats(totals).score
-    return scores
