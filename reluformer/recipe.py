@@ -124,7 +124,9 @@ class TrainConfig:
     """Of the loss that pulls row sums, before rows are divided by them, to 1; rectified attentions
     only. Summed over attentions. The paper does not say its weight."""
     entropy_weight: float = 0.0
-    """Of the loss on entropy above 0.7 ln n; rectified attentions only. At 0 it is not computed."""
+    """Of the loss on entropy above a margin; rectified attentions only. At 0 it is not computed."""
+    entropy_margin: float = 0.7
+    """Entropy of a row that sees n keys costs nothing up to this times ln n."""
     entropy_every: int = 1
     """Compute that loss on one block of 256 query rows in so many, another in each head and
     example; 1 takes all rows."""
@@ -177,6 +179,7 @@ class TrainConfig:
         _at_least(1, self, "dev_every", "bleu_every", "patience", "sample_rows", "threads")
         _at_least(0, self, "seed", "warmup", "regulariser_warmup")
         _at_least(0, self, "weight_decay", "normalisation_weight", "entropy_weight")
+        _at_least(0, self, "entropy_margin")
         _above_zero(self, "lr", "clip", "explosion")
         _share(self, "smoothing", "ema")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -120,7 +120,7 @@ class Objective:
         if not readings:
             zero = torch.zeros((), device=self.group.device)
             return zero, zero
-        sums = attention_sums(readings)
+        sums = attention_sums(readings, self.config.entropy_margin)
         counts = self.group.add(torch.stack(sums[2:]))
         losses = mean_losses(sums, AttentionSums(sums.normalisation, sums.entropy, *counts))
         return losses.normalisation, losses.entropy

@@ -51,12 +51,13 @@ def step(recipe: Recipe, model: ReLUFormer, batches: list[Batch]) -> tuple[Tenso
 
 
 def test_the_loss_is_the_formula(data: TrainingData) -> None:
-    recipe = tiny(smoothing=0.2, normalisation_weight=0.3, entropy_weight=0.7, model__dropout=0.0)
+    weights = {"normalisation_weight": 0.3, "entropy_weight": 0.7, "entropy_margin": 0.2}
+    recipe = tiny(smoothing=0.2, model__dropout=0.0, **weights)
     model, batches = a_model(recipe, data), some_batches(data, 1)
     loss, nll, normalisation, entropy = step(recipe, model, batches)[0]
     [batch] = batches
     output = model(**inputs(batch), record="stats")
-    losses = attention_losses(output.readings)
+    losses = attention_losses(output.readings, 0.2)
     real = batch.target_out != model.config.pad_id
     log = output.logits.log_softmax(-1)
     picked = log.gather(-1, batch.target_out.unsqueeze(-1)).squeeze(-1)[real]
