@@ -24,9 +24,9 @@ from torch import Tensor
 from reluformer.config import build
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
-from reluformer.files import PARTIAL, atomic_folder, atomic_path, remove_partials, write_json
+from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json
 from reluformer.model import ReLUFormer
-from reluformer.model.pretrained import CONFIG, load_tensors
+from reluformer.model.pretrained import CONFIG, load_tensors, read_tensors, write_tensors
 from reluformer.recipe import Recipe, load_recipe
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
@@ -88,31 +88,25 @@ def steps(run: Path) -> list[int]:
 
 def save(run: Path, state: RunState, tensors: Mapping[str, Tensors]) -> Path:
     """Write a checkpoint; it appears whole or not at all."""
-    from safetensors.torch import save_file
-
     folder = folder_of(run, state.step)
     with atomic_folder(folder) as partial:
         for kind, named in tensors.items():
-            with atomic_path(partial / f"{kind}.safetensors") as file:
-                save_file(named, file)
+            write_tensors(partial / f"{kind}.safetensors", named)
         write_json(partial / STATE, dataclasses.asdict(state))
     return folder
 
 
 def load(run: Path, step: int) -> Checkpoint:
     """Read the checkpoint after `step`."""
-    from safetensors.torch import load_file
-
     folder = folder_of(run, step)
-    tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    kinds = {"model", "optimizer"} | {path.stem for path in folder.glob("*.safetensors")}
+    tensors = {kind: read_tensors(folder / f"{kind}.safetensors") for kind in sorted(kinds)}
     return Checkpoint(_state(folder), tensors)
 
 
 def load_weights(run: Path, step: int) -> Tensors:
     """Read the model's tensors of the checkpoint after `step`."""
-    from safetensors.torch import load_file
-
-    return load_file(folder_of(run, step) / "model.safetensors")
+    return read_tensors(folder_of(run, step) / "model.safetensors")
 
 
 def prune(run: Path, keep: int, protected: Collection[int] = ()) -> None:
@@ -153,6 +147,8 @@ def load_run(folder: Path | str) -> LoadedRun:
     run, checkpoints = folder, steps(folder)
     if (folder / STATE).is_file():
         run, checkpoints = folder.parent.parent, [_state(folder).step]
+    if not folder.exists():
+        raise UserError(f"{folder}, the folder of a model or a run, does not exist")
     if not checkpoints:
         raise UserError(f"{folder} holds neither a finished model nor a checkpoint")
     tokenizer, recipe = _beside(run)

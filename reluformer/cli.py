@@ -62,8 +62,12 @@ def prepare(
         Pair | None,
         typer.Option(metavar="SOURCE TARGET", help="Aligned text, one sentence a line."),
     ] = None,
-    dev: Annotated[Pair | None, typer.Option(metavar="SOURCE TARGET")] = None,
-    test: Annotated[Pair | None, typer.Option(metavar="SOURCE TARGET")] = None,
+    dev: Annotated[
+        Pair | None, typer.Option(metavar="SOURCE TARGET", help="To watch training by.")
+    ] = None,
+    test: Annotated[
+        Pair | None, typer.Option(metavar="SOURCE TARGET", help="To score in the end.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
     corpus: Annotated[
         str | None, typer.Option(help="A known corpus instead of files; needs --root.")
@@ -76,7 +80,7 @@ def prepare(
         bool, typer.Option("--merge", help="Join training documents that belong together.")
     ] = False,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Subwords to learn from the training text.")
+        int | None, typer.Option(help="Subwords to learn from the training text; default 16,000.")
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead.")] = None,
     overwrite: Annotated[
@@ -140,13 +144,17 @@ def translate(
         Path | None, typer.Option("--input", help="Text file (plain, .xz, .gz); default stdin.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Text file; default standard output.")] = None,
-    beam: Annotated[int | None, typer.Option(help="Width of the beam; 1 is greedy.")] = None,
+    beam: Annotated[
+        int | None, typer.Option(help="Width of the beam, default as in the recipe; 1 is greedy.")
+    ] = None,
     length_penalty: Annotated[float | None, typer.Option(help="Above 0 favours length.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Sample instead of searching.")] = False,
-    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling; default 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Sample among tokens of this joint share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among tokens of this joint share; default 1.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling; default 0.")] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens translated in one go; default as trained.")
     ] = None,
@@ -167,9 +175,12 @@ def translate(
     from reluformer.translate import Translator
 
     search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if sample:
-        search |= {"method": "sample", "temperature": temperature, "seed": seed}
-        search |= {"top_k": top_k, "top_p": top_p}
+        search |= {"method": "sample", **sampling}
+    for name, value in sampling.items():
+        if value is not None and not sample:
+            raise UserError(f"{name} is {value}, but without --sample nothing is sampled")
     with ExitStack() as stack:
         peers = stack.enter_context(joined(device))
         if maps is not None and peers.world > 1:

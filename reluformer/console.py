@@ -1,5 +1,6 @@
 """What a person sees of a command: progress, tables, one-line errors. Rich is imported on use."""
 
+import errno
 import functools
 import logging
 import os
@@ -38,11 +39,15 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             _fail(str(error), MISTAKE)
         except BrokenPipeError:
             # Whoever read our output has gone; Python must not complain when it flushes the rest.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             sys.exit(BROKEN_PIPE)
         except OSError as error:
             if error.filename is None:
-                raise
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                # What standard output still holds cannot be written either.
+                _drop_output()
+                _fail(str(error.strerror), MISTAKE)
             _fail(f"{error.filename} cannot be used: {error.strerror}", MISTAKE)
         except KeyboardInterrupt:
             _fail("interrupted", INTERRUPTED)
@@ -53,6 +58,11 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         raise AssertionError
 
     return run
+
+
+def _drop_output() -> None:
+    """Let all further standard output vanish."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> None:

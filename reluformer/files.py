@@ -21,12 +21,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
-    try:
-        yield partial
-        _sync_file(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _errors_name(path, partial):
+        try:
+            yield partial
+            _sync_file(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     _sync_folder(path.parent)
 
 
@@ -40,21 +41,34 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     replaced = path.with_name(f"{path.name}.{os.getpid()}.old{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
-        yield partial
-        for folder, _, names in os.walk(partial):
-            for name in names:
-                _sync_file(Path(folder, name))
-            _sync_folder(Path(folder))
-        if path.exists():
-            # A folder cannot replace a full one: move it aside first.
-            os.replace(path, replaced)
-        os.replace(partial, path)
+        with _errors_name(path, partial):
+            partial.mkdir()
+            yield partial
+            for folder, _, names in os.walk(partial):
+                for name in names:
+                    _sync_file(Path(folder, name))
+                _sync_folder(Path(folder))
+            if path.exists():
+                # A folder cannot replace a full one: move it aside first.
+                os.replace(path, replaced)
+            os.replace(partial, path)
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def _errors_name(path: Path, partial: Path) -> Iterator[None]:
+    """Errors of writing name `path`, not its temporary name, and not nothing, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        unnamed = error.filename is None and error.errno is not None
+        if unnamed or str(error.filename).startswith(str(partial)):
+            error.filename = str(path)
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -218,8 +218,8 @@ class Translator:
         incomplete = self._fill(layout)
         if incomplete:
             log.warning(
-                "%d translations reached the most tokens allowed and may be incomplete or repeat "
-                "themselves, the first of them in line %d",
+                "%d of the translations reached the most tokens allowed and may be incomplete or "
+                "repeat themselves, the first of them in line %d",
                 len(incomplete),
                 numbers[min(incomplete)],
             )

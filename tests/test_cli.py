@@ -171,7 +171,9 @@ def test_evaluate_compares_systems(tmp_path: Path) -> None:
 
 MISTAKES = [
     (("train", "none.yaml", "--out", "x"), "none.yaml"),
-    (("translate", "--model", "none"), "none holds neither"),
+    (("translate", "--model", "none"), "none, the folder of a model or a run, does not exist"),
+    (("translate", "--model", "MODEL", "--top-k", "3"), "top_k is 3, but without --sample"),
+    (("translate", "--model", "MODEL", "--seed", "0"), "seed is 0, but without --sample"),
     (("translate", "--model", "MODEL", "--beam", "0"), "beam must be at least 1"),
     (("translate", "--model", "MODEL", "--input", "none.txt"), "none.txt cannot be read"),
     (("translate", "--model", "MODEL", "--max-length", "1"), "max_length"),
@@ -242,6 +244,20 @@ def test_a_reader_that_leaves_and_an_interruption_are_met_quietly(model: Path) -
     assert all(line.startswith("reluformer: ") for line in said)
     assert gone.wait(timeout=60) == 141
     assert "Error" not in gone.stderr.read().decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_line(model: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        for arguments in (("info",), ("translate", "--model", model, "--beam", 1)):
+            call = command(*arguments)
+            done = subprocess.run(
+                call, cwd=ROOT, input=b"one\n", stdout=full, stderr=subprocess.PIPE
+            )
+            assert done.returncode == 2
+            lines = done.stderr.decode().splitlines()
+            assert lines[-1] == "reluformer: No space left on device"
+            assert all(line.startswith("reluformer: ") for line in lines)
 
 
 def test_two_processes_under_torchrun_translate_like_one(model: Path, tmp_path: Path) -> None:

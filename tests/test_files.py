@@ -1,5 +1,6 @@
 """Atomic files and folders: whole or not there, leftovers recognisable."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -41,6 +42,21 @@ def test_a_folder_replaces_another_whole_or_not_at_all(tmp_path: Path) -> None:
         raise OSError("disk full")
     assert [p.name for p in folder.iterdir()] == ["inner"]
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_errors_of_writing_name_what_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for atomic in (atomic_path, atomic_folder):
+        with pytest.raises(OSError, match="No space left") as caught, atomic(path):
+            raise OSError(errno.ENOSPC, "No space left")
+        assert caught.value.filename == str(path)
+        with pytest.raises(FileNotFoundError) as caught, atomic(path) as partial:
+            (partial / "deep" / "er").write_text("")
+        assert caught.value.filename == str(path)
+        # What has nothing to do with the writing keeps its name.
+        with pytest.raises(FileNotFoundError) as caught, atomic(path):
+            (tmp_path / "other").read_text(encoding="utf-8")
+        assert caught.value.filename == str(tmp_path / "other")
 
 
 def test_leftovers_of_the_same_process_number_do_not_leak_in(tmp_path: Path) -> None:

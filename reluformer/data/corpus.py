@@ -170,8 +170,10 @@ def read_manifest(folder: Path, form: str) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
+        if not folder.exists():
+            raise UserError(f"{folder} does not exist; `reluformer prepare` makes it") from None
         raise UserError(
-            f"{folder} is not a finished {form}: {MANIFEST} is missing; prepare it again"
+            f"{folder} holds no finished {form}: {MANIFEST} is missing; prepare it again"
         ) from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None

@@ -1,5 +1,6 @@
 """Models on disk: `model.safetensors` beside `config.json`."""
 
+import errno
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,10 +23,7 @@ M = TypeVar("M", bound="Model")
 
 def save_pretrained(model: "Model", folder: Path) -> None:
     """Write the weights, then the configuration that makes the folder loadable."""
-    from safetensors.torch import save_file
-
-    with atomic_path(folder / WEIGHTS) as partial:
-        save_file(distinct_tensors(model), partial)
+    write_tensors(folder / WEIGHTS, distinct_tensors(model))
     description = {
         "format": FORMAT,
         "model": type(model).__name__,
@@ -36,8 +34,6 @@ def save_pretrained(model: "Model", folder: Path) -> None:
 
 def load_pretrained(cls: type[M], folder: Path) -> M:
     """The model that `save_pretrained` wrote, in evaluation mode."""
-    from safetensors.torch import load_file
-
     path = folder / CONFIG
     if not path.is_file() or not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no saved model: {CONFIG} and {WEIGHTS} are needed")
@@ -50,8 +46,37 @@ def load_pretrained(cls: type[M], folder: Path) -> M:
     if description.get("model") != cls.__name__:
         raise UserError(f"{path} describes a {description.get('model')}, not a {cls.__name__}")
     model = cls(build(ModelConfig, description.get("config"), "config"))
-    load_tensors(model, load_file(folder / WEIGHTS), folder / WEIGHTS)
+    load_tensors(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
     return model.eval()
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors by name, atomically, for those who may read what this process creates."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with atomic_path(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode
+        try:
+            save_file(tensors, partial)
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(path)) from None
+        # safetensors writes a file of its own, for its owner alone.
+        partial.chmod(mode)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise UserError(f"{path} is missing")
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def distinct_tensors(model: "Model") -> dict[str, Tensor]:

@@ -141,10 +141,13 @@ def _device(config: TrainConfig, local_rank: int) -> torch.device:
     kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    found = torch.cuda.device_count()
+    if found == 0:
+        raise UserError("device is cuda, but torch finds no GPU here")
+    if local_rank >= found:
         raise UserError(
-            f"train.device is cuda, but process {local_rank} of this machine finds "
-            f"{torch.cuda.device_count()} GPUs; allowed is one process for each"
+            f"device is cuda and each process needs a GPU of its own, but this is process "
+            f"{local_rank + 1} and torch finds {found}"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
@@ -26,7 +27,7 @@ from reluformer.train.finish import finish
 from reluformer.train.graph import Graphs
 from reluformer.train.learner import compiles, replays
 from reluformer.train.metrics import Metrics
-from reluformer.train.report import Reporter, reporter
+from reluformer.train.report import Plain, Reporter, reporter
 from reluformer.train.schedule import learning_rate, step_seed
 from reluformer.train.start import autocast, begin, newest_step, take_weights, torch_settings
 from reluformer.train.statistics import Attention, IntervalLosses, Meter
@@ -53,6 +54,8 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     if not folder.is_finished(run):
         with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
             _train(recipe, run, group, quiet)
+    elif not quiet and os.environ.get("RANK", "0") == "0":
+        Plain().say(f"{run} is finished already: {run / checkpoint.MODEL}")
     return Trained(run, run / checkpoint.MODEL)
 
 

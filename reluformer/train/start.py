@@ -93,8 +93,14 @@ def begin(
     if step == 0:
         attention = _prepare(recipe, group, data, model.to(group.device))
         return Beginning(Learner(model, recipe.train, group), RunState(), attention)
-    found = checkpoint.load(run, step)
-    load_tensors(model, found.tensors["model"], checkpoint.folder_of(run, step))
+    folder = checkpoint.folder_of(run, step)
+    try:
+        found = checkpoint.load(run, step)
+    except UserError as error:
+        raise UserError(
+            f"{error}; without the folder {folder} training goes on from the checkpoint before"
+        ) from None
+    load_tensors(model, found.tensors["model"], folder)
     learner = Learner(model, recipe.train, group)
     learner.restore(found.tensors)
     return Beginning(learner, found.state, {})

@@ -85,7 +85,7 @@ def test_interrupted_writing_leaves_nothing(
         writer.add([[5, 6]], [[7]], [0])
         raise error
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="is not a finished reluformer corpus"):
+    with pytest.raises(UserError, match="c does not exist"):
         Corpus.open(tmp_path / "c")
 
 

@@ -146,9 +146,9 @@ def test_killed_processes_leave_nothing_that_looks_finished(files: dict, tmp_pat
         os.kill(process.pid, signal.SIGKILL)
     leftovers = list(tmp_path.iterdir())
     assert [path.suffix for path in leftovers] == [".partial"]
-    with pytest.raises(UserError, match="is not a finished"):
+    with pytest.raises(UserError, match="p does not exist; `reluformer prepare` makes it"):
         Prepared.open(tmp_path / "p")
-    with pytest.raises(UserError, match="is not a finished"):
+    with pytest.raises(UserError, match="holds no finished reluformer prepared data"):
         Prepared.open(leftovers[0])
     prepare(tmp_path / "p", {"train": files["train"]}, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["p"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer, ReLUFormerLM
@@ -67,10 +68,25 @@ def test_a_failed_save_leaves_the_old_model(
 
     def fail(tensors: object, path: Path) -> None:
         Path(path).write_bytes(b"half")
-        raise OSError("disk full")
+        raise SafetensorError("No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match="No space left on device") as caught:
         model.save_pretrained(tmp_path)
+    assert caught.value.filename == str(tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+    ReLUFormerLM(small()).save_pretrained(tmp_path)
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    ReLUFormerLM(small()).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="model.safetensors cannot be read: Error"):
+        ReLUFormerLM.from_pretrained(tmp_path)

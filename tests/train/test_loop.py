@@ -1,6 +1,7 @@
 """The loop: resumes exactly, ends well, and refuses what is not its own."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,23 @@ def test_an_interrupted_run_continues_bit_by_bit(
     assert [start["step"] for start in starts] == [0, 0, 3, 6]
 
 
+def test_without_a_damaged_checkpoint_a_run_goes_on_from_the_one_before(
+    tmp_path: Path, interrupted: Any
+) -> None:
+    recipe = tiny(steps=6, checkpoint_every=2)
+    interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "parts", quiet=True)
+    folder = checkpoint.folder_of(tmp_path / "parts", 4)
+    (folder / "model.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(UserError, match=f"cannot be read: .*; without the folder {folder}"):
+        train(recipe, tmp_path / "parts", quiet=True)
+    shutil.rmtree(folder)
+    train(recipe, tmp_path / "parts", quiet=True)
+    train(recipe, tmp_path / "whole", quiet=True)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
 def test_runs_are_reproducible_and_seeds_matter(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         train(tiny(seed=seed, steps=2), tmp_path / name, quiet=True)
@@ -81,13 +99,18 @@ def test_the_folder_describes_the_run(tmp_path: Path) -> None:
     assert [str(p) for p in tmp_path.rglob("*.partial")] == []
 
 
-def test_a_finished_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tiny(steps=1), tmp_path, quiet=True)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     monkeypatch.setattr(loop, "load_data", None)
     train(tiny(steps=1), tmp_path, quiet=True)
     # What does not change the result may differ.
     train(tiny(steps=1, log_every=9), tmp_path, quiet=True)
+    assert capsys.readouterr().err == ""
+    train(tiny(steps=1), tmp_path)
+    assert capsys.readouterr().err == f"{tmp_path} is finished already: {tmp_path / 'model'}\n"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     with pytest.raises(UserError, match=r"another recipe: train.lr is 0.005 there and 1.0 here"):
         train(tiny(steps=1, lr=1.0), tmp_path, quiet=True)
@@ -121,7 +144,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(tmp_pa
     missing = str(tmp_path / "nothing")
     for message, wrong in {
         "perfect square": {"model__memory": "product_key_relu", "model__slots": 15},
-        "is not a finished": {"data__source": missing, "data__generated": None},
+        "nothing does not exist": {"data__source": missing, "data__generated": None},
         "data.max_length must fit": {"data__max_length": 3, "data__generated__lengths": [5, 9]},
     }.items():
         with pytest.raises(UserError, match=message):
