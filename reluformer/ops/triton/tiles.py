@@ -96,7 +96,7 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
     ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
     # By rows that share a key head, not by length; True where keys lie in pages. Leaving values
-    # unread is free at width 128; at 64 it costs up to a quarter where all of them have weight.
+    # unread costs little at width 128; at 64 up to a quarter where all of them have weight.
     ("decode", 64, False): [
         (4, Tile(16, 128, 4, 2, programs=8)),
         (_LONG, Tile(16, 64, 2, 4, programs=2, skip=False)),
