@@ -122,6 +122,8 @@ def heads_with_signs(problem: Problem, grads: Gradients) -> int:
     used = (problem.tile("keys", signs=True), problem.tile("queries", signs=True))
     if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):
         return 0
+    if any(tile.queries > BLOCK.value or tile.keys > WIDEST.value for tile in used):
+        return 0
     heads = min(limit // _sign_bytes(problem), problem.q.shape[0] * problem.q.shape[1])
     return heads if heads >= problem.group else 0
 
@@ -164,7 +166,9 @@ def _at(tensor: Tensor | None, batches: slice, heads: slice) -> Tensor | None:
 def _fill(problem: Problem, grads: Gradients, results: Results, signs: Tensor | None) -> None:
     """Run both kernels."""
     numbers = (signs is not None, results.row_shift is not None, *problem[10:])
-    key = signature(numbers, (*problem.tensors, *grads))
+    # Results have the layout of q, k and v, but for parts of them: it follows from the whole.
+    written = () if signs is None else results
+    key = signature(numbers, (*problem.tensors, *grads, *written))
     dq, dk, dv, row_dot, row_shift = results
     key_gradients(problem, grads, key, dk, dv, row_dot, signs)
     query_gradients(problem, grads, key, dq, row_dot, row_shift, signs)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from reluformer.ops.triton import backward_launch, op, tiles
 from reluformer.ops.triton.problem import Problem
@@ -49,6 +50,28 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
             parts.clear()
             check(op.rectified_attention, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
         assert parts == [fit] * (case.batch * case.heads // fit)
+
+
+@on_cpu
+def test_parts_of_another_whole_take_no_launch_of_it() -> None:
+    """Two heads at a time, of four and of eight: rows of what is written are not equally far."""
+    small: dict[tiles.Kernel, Tile] = {"keys": Tile(64, 64, 4, 1), "queries": Tile(64, 64, 4, 1)}
+    for heads in (4, 8):
+        made = arguments(replace(ODD, heads=heads, kv_heads=heads), torch.float32, "cpu")
+        # Rows of what is read are: they lie in tensors with room for ten heads.
+        wide = {name: _in_ten_heads(made.leaves[name]) for name in "qkv"}
+        made.leaves |= {name: each.requires_grad_() for name, each in wide.items()}
+        made.cotangents[0] = _in_ten_heads(made.cotangents[0])
+        with tiles.override(small, sign_bytes=2 * 256 * 128 // 8):
+            check(op.rectified_attention, made, 2e-6, 5e-6)
+
+
+def _in_ten_heads(given: Tensor) -> Tensor:
+    """The same numbers [B, H, T, D], the first of ten heads in [B, T, 10, D]."""
+    batch, heads, rows, width = given.shape
+    room = torch.zeros(batch, rows, 10, width)
+    room[:, :, :heads] = given.detach().transpose(1, 2)
+    return room[:, :, :heads].transpose(1, 2)
 
 
 def _spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -96,6 +119,8 @@ def test_where_signs_are_kept() -> None:
     assert _heads(46_000, kv_heads=4) == 0, "two heads that share keys do not fit"
     with tiles.override({"queries": Tile(32, 64, 4, 1)}):
         assert _heads(4096) == 0, "part of a block"
+    with tiles.override({"keys": Tile(64, 256, 8, 1)}):
+        assert _heads(4096) == 0, "more than a line of blocks is padded to"
     with tiles.override(sign_bytes=0):
         assert _heads(4096) == 0
 
