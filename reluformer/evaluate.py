@@ -126,12 +126,10 @@ def evaluate(
         raise UserError(f"samples must be at least 1, got {samples}")
     if not hypotheses:
         raise UserError("there is no hypothesis to score")
+    if not any(reference):
+        raise UserError("the reference has no sentence")
     report = progress or (lambda done, total, text: None)
     levels: tuple[Level, ...] = ("sentence", "document") if documents else ("sentence",)
-    texts = {level: _Texts(level, reference, hypotheses, metrics, tokenize) for level in levels}
-    compared = levels if len(hypotheses) > 1 else ()
-    total = len(hypotheses) + len(compared)
-    systems: list[System] = []
     shape = [len(document) for document in reference]
     for name, hypothesis in hypotheses.items():
         if [len(document) for document in hypothesis] != shape:
@@ -140,17 +138,24 @@ def evaluate(
                 f"{len(hypothesis)} documents, not as many in each as the reference: "
                 f"{sum(shape)} in {len(shape)}"
             )
-        scores: list[Score] = []
-        for level in levels:
-            for score in texts[level].scores(name):
-                scores.append(score)
-                report(len(systems), total, f"scoring {name}: {score.name}")
+    texts = {level: _Texts(level, reference, hypotheses, metrics, tokenize) for level in levels}
+    kinds = [(level, *kind) for level in levels for kind in texts[level].kinds()]
+    compared = levels if len(hypotheses) > 1 else ()
+    total = len(kinds) + len(compared)
+    scores: dict[str, list[Score]] = {name: [] for name in hypotheses}
+    # All systems by one metric, then by the next: so it reads the reference once.
+    for number, (level, case, metric) in enumerate(kinds):
+        report(number, total, f"scoring by {level}: {metric}, {case} case")
+        for name in hypotheses:
+            scores[name].append(texts[level].score(name, metric, case))
+    systems: list[System] = []
+    for name in hypotheses:
         if tokenised is not None:
-            scores.append(_tokenised(tokenised[0], tokenised[1][name]))
+            scores[name].append(_tokenised(tokenised[0], tokenised[1][name]))
         by_length = texts["document"].by_length(name) if documents else []
-        systems.append(System(name, tuple(scores), tuple(by_length)))
+        systems.append(System(name, tuple(scores[name]), tuple(by_length)))
     comparisons: list[Comparison] = []
-    for number, level in enumerate(compared, len(systems)):
+    for number, level in enumerate(compared, len(kinds)):
         report(number, total, f"comparing by {level}")
         comparisons += texts[level].compare(samples)
     return Evaluation(
@@ -232,16 +237,20 @@ class _Texts:
     tokenize: str
     _scorers: dict[tuple[Metric, Case], Scorer] = field(default_factory=dict)
 
-    def scores(self, system: str) -> Iterator[Score]:
+    def kinds(self) -> Iterator[tuple[Case, Metric]]:
         """Every metric, with and without case."""
         cases: tuple[Case, ...] = ("mixed", "lower")
         for case in cases:
             for name in METRICS:
                 # TER's search for shifts would take minutes on whole documents.
                 if name in self.metrics and (name != "TER" or self.level == "sentence"):
-                    scorer = self._scorer(name, case)
-                    value = scorer.score(self._given(system))
-                    yield Score(name, self.level, case, value, scorer.signature)
+                    yield case, name
+
+    def score(self, system: str, name: Metric, case: Case) -> Score:
+        """One score of one system."""
+        scorer = self._scorer(name, case)
+        value = scorer.score(self._given(system))
+        return Score(name, self.level, case, value, scorer.signature)
 
     def by_length(self, system: str) -> Iterator[LengthScore]:
         """BLEU of the segments in each range of lengths that has any."""
@@ -289,7 +298,8 @@ class _Texts:
     def _scorer(self, name: Metric, case: Case) -> Scorer:
         if (name, case) not in self._scorers:
             wanted = _segments(self.reference, self.level)
-            made = Scorer(name, wanted, self.tokenize, lower=case == "lower")
+            texts = map(self._given, self.hypotheses)
+            made = Scorer(name, wanted, texts, self.tokenize, lower=case == "lower")
             self._scorers[name, case] = made
         return self._scorers[name, case]
 

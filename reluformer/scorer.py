@@ -5,7 +5,7 @@ time, and one evaluation needs those of a text again and again: for its score, f
 of some length, and in every comparison.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,14 +19,24 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Scorer:
-    """One metric against one reference, a list of segments."""
+    """One metric against one reference, a list of segments, for some texts and no others."""
 
     def __init__(
-        self, name: Metric, wanted: Sequence[str], tokenize: str, *, lower: bool = False
+        self,
+        name: Metric,
+        wanted: Sequence[str],
+        texts: Iterable[Sequence[str]],
+        tokenize: str,
+        *,
+        lower: bool = False,
     ) -> None:
         self.metric = _metric(name, [list(wanted)], tokenize, lower)
-        self._extract = self.metric._extract_corpus_statistics
-        self._known: dict[tuple[str, ...], list[list[float]]] = {}
+        self._known: dict[tuple[str, ...], list[list[float]]] = {
+            text: self.metric._extract_corpus_statistics(text, None)
+            for text in dict.fromkeys(map(tuple, texts))
+        }
+        # All n-grams of the reference, many times as large as all counts together.
+        self.metric._ref_cache = None
         # So that sacreBLEU's own functions, its paired test among them, find what is known.
         self.metric._extract_corpus_statistics = self.counts
 
@@ -37,10 +47,7 @@ class Scorer:
 
     def counts(self, given: Sequence[str], references: object = None) -> list[list[float]]:
         """What the score is computed from, for each segment; `references` are known already."""
-        key = tuple(given)
-        if key not in self._known:
-            self._known[key] = self._extract(given, None)
-        return self._known[key]
+        return self._known[tuple(given)]
 
     def score(self, given: Sequence[str], chosen: Sequence[int] | None = None) -> float:
         """The score of all segments, or of those chosen."""

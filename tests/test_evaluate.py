@@ -157,5 +157,7 @@ def test_impossible_requests_are_refused() -> None:
         evaluate(REFERENCE, {"good": GOOD}, samples=0)
     with pytest.raises(UserError, match="no hypothesis"):
         evaluate(REFERENCE, {})
+    with pytest.raises(UserError, match="reference has no sentence"):
+        evaluate([[]], {"good": [[]]})
     with pytest.raises(UserError, match="'good' has 2 sentences in 1 documents"):
         evaluate(REFERENCE, {"good": GOOD[:1]})
