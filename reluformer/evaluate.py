@@ -277,9 +277,10 @@ class _Texts:
         for name, scorer in scorers.items():
             baseline, *others = results[name]
             resampled = scorer.resampled([given for _, given in named], samples)
-            for at, ((system, given), other) in enumerate(zip(named[1:], others, strict=True), 1):
+            counts = [scorer.counts(given) for _, given in named]
+            for at, ((system, _), other) in enumerate(zip(named[1:], others, strict=True), 1):
                 # The test counts differences above the one found: equal systems look different.
-                p_value = 1.0 if given == named[0][1] else other.p_value
+                p_value = 1.0 if counts[at] == counts[0] else other.p_value
                 low, high = np.percentile(resampled[at] - resampled[0], [2.5, 97.5])
                 yield Comparison(
                     name,

@@ -80,6 +80,12 @@ def test_systems_are_compared_with_the_first() -> None:
     assert again == evaluation
 
 
+def test_systems_that_no_metric_tells_apart_do_not_differ() -> None:
+    spaced = [[f" {sentence} " for sentence in document] for document in BAD * 10]
+    found = evaluate(REFERENCE * 10, {"bad": BAD * 10, "spaced": spaced}, samples=50).comparisons
+    assert [each.p_value for each in found] == [1.0, 1.0]
+
+
 def test_an_interval_covers_what_new_text_would_show() -> None:
     # Of many corpora with the same chance of an error, about 95 % of the intervals hold the truth.
     rng = random.Random(0)
