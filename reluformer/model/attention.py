@@ -1,6 +1,5 @@
 """Multi-head attention: a local memory whose keys and values are other tokens."""
 
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -229,8 +228,7 @@ class MultiHeadAttention(nn.Module):
         options.update(self.learned.items())
         if "gamma" in self.row.options:
             options.setdefault("gamma", self.gamma())
-            learns = self.config.threshold == "head" or self.config.first_threshold != 0
-            options.setdefault("threshold", self.threshold if learns else 0.0)
+            options.setdefault("threshold", self.threshold if self.config.thresholds else 0.0)
         if self.row.learned.get("gate") == "token":
             options["gate"] = _beams_to_rows(_split(self.gate(x), self.heads), beams)
         return options
@@ -340,15 +338,9 @@ def _learned(row: Attention, config: ModelConfig, fixed: dict[str, Any]) -> dict
     for name, shape in row.learned.items():
         if shape == "token" or name in fixed or name in ("gamma", "threshold"):
             continue
-        start = neutral[name] if name in neutral else _default(row, name)
+        start = neutral[name] if name in neutral else float(row.defaults[name])
         parameters[name] = nn.Parameter(torch.full(shapes[shape], start))
     return parameters
-
-
-def _default(row: Attention, option: str) -> float:
-    function = row.weigh or row.rule
-    assert function is not None
-    return float(inspect.signature(function).parameters[option].default)
 
 
 def _split(features: Tensor, heads: int) -> Tensor:

@@ -90,6 +90,11 @@ class AttentionConfig:
         """Where thresholds start."""
         return float(-self.power) if self.threshold_init is None else self.threshold_init
 
+    @property
+    def thresholds(self) -> bool:
+        """Whether there are any: they are learned, or start elsewhere than at 0."""
+        return self.threshold == "head" or self.first_threshold != 0
+
 
 @dataclass(frozen=True)
 class ModelConfig:

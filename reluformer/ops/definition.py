@@ -56,6 +56,17 @@ class Attention:
         names = {name for function in functions for name in _keywords(function)}
         return frozenset(names - {"second"})
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """What the options are that a call leaves out."""
+        functions = [f for f in (self.weigh, self.rule, self.finish) if f is not None]
+        parameters = {
+            name: parameter
+            for function in functions
+            for name, parameter in inspect.signature(function).parameters.items()
+        }
+        return {name: parameters[name].default for name in self.options}
+
     @property
     def regularisable(self) -> bool:
         """Whether row sums are learned and matter: rectified weights, no norm that undoes sums."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -13,9 +13,10 @@ from reluformer import checkpoint
 from reluformer.checkpoint import RunState
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
-from reluformer.model.config import Site
+from reluformer.model.config import AttentionConfig, Site
 from reluformer.model.pretrained import WEIGHTS, distinct_tensors, load_tensors
 from reluformer.model.scale import Gamma
+from reluformer.ops.table import ATTENTIONS
 from reluformer.recipe import Recipe, TrainConfig
 from reluformer.train.data import TrainingData, calibration_batches
 from reluformer.train.dev import watch
@@ -25,6 +26,8 @@ from reluformer.train.statistics import Attention
 from reluformer.train.step import inputs
 
 Autocast = Callable[[], AbstractContextManager[object]]
+
+_WITH_WEIGHTS = "kept with the weights"
 
 
 class Beginning(NamedTuple):
@@ -76,13 +79,31 @@ def _check_weights_mean_the_same(found: ReLUFormer, model: ReLUFormer, folder: s
         if there.kind != here.kind:
             # A choice, where their tensors fit: from softmax to sparsemax, say.
             continue
-        for name, value in here.fixed_options.items():
-            before = there.fixed_options.get(name)
-            if before != value:
+        before, now = _options(there), _options(here)
+        if there.thresholds and not here.thresholds and now.get("threshold") == _WITH_WEIGHTS:
+            now["threshold"] = 0.0
+        for name in sorted(before):
+            if before[name] != now[name]:
                 raise UserError(
-                    f"train.start_from {folder} was trained with {name} {before} in the {site} "
-                    f"attention, model.attention.{name} is {value} here"
+                    f"train.start_from {folder} was trained with {name} {before[name]} in the "
+                    f"{site} attention, {_field(model, site, name)} is {now[name]} here"
                 )
+
+
+def _options(config: AttentionConfig) -> dict[str, Any]:
+    """All options of an attention, as far as they are no tensors."""
+    row = ATTENTIONS[config.kind]
+    return {**row.defaults, **dict.fromkeys(row.learned, _WITH_WEIGHTS), **config.fixed_options}
+
+
+def _field(model: ReLUFormer, site: Site, name: str) -> str:
+    """Where a recipe has an option of the attention at a site."""
+    own = getattr(model.config, f"{site}_attention")
+    attention = model.config.attention_at(site)
+    rule = "gamma" in ATTENTIONS[attention.kind].options and hasattr(attention, name)
+    section = "attention" if own is None else f"{site}_attention"
+    further = name in attention.options or not rule
+    return f"model.{section}.{'options.' if further else ''}{name}"
 
 
 def begin(

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from reluformer import checkpoint
 from reluformer.checkpoint import RunState
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
+from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.recipe import first_difference
 from reluformer.train import train
 from reluformer.train.data import load_data
 from reluformer.train.distributed import Processes
-from reluformer.train.start import begin, take_weights
+from reluformer.train.start import _check_weights_mean_the_same, begin, take_weights
 from tests.train.test_loop import assert_same, metrics, weights
 from tests.train.tiny import tiny
 
@@ -128,3 +130,69 @@ def test_runs_that_do_not_fit_are_refused_before_anything_is_written(
     with pytest.raises(UserError, match="^train.start_from .*" + message):
         train(long(short, **fields), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+PAPER = {"threshold": "fixed", "threshold_init": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        ({"alpha": 1.7}, {}, "alpha 1.7 in the encoder attention, .*options.alpha is 1.5 here"),
+        ({}, {"alpha": 1.7}, "alpha 1.5 in the encoder attention, .*options.alpha is 1.7 here"),
+        ({"alpha": 1.5}, {}, None),
+        ({}, {"alpha": 1.5}, None),
+    ],
+)
+def test_options_left_out_have_their_defaults(
+    there: dict[str, Any], here: dict[str, Any], message: str | None
+) -> None:
+    there, here = ({"kind": "entmax", "options": options} for options in (there, here))
+    _check(there, here, message)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        ({}, PAPER, "threshold kept with the weights .* model.attention.threshold is 0.0 here"),
+        ({"threshold": "fixed"}, PAPER, "threshold kept with the weights"),
+        ({}, {"options": {"gamma": 2.0}}, "gamma kept .* model.attention.options.gamma is 2.0"),
+        ({"options": {"negative_slope": 0.1}, "normalise": None}, {"normalise": None}, "slope 0.1"),
+        # What was fixed may begin to learn, and what was learned may stay.
+        (PAPER, {}, None),
+        (PAPER, PAPER, None),
+        ({}, {"threshold": "fixed"}, None),
+    ],
+)
+def test_thresholds_and_gamma_are_used_as_before(
+    there: dict[str, Any], here: dict[str, Any], message: str | None
+) -> None:
+    _check(there, here, message)
+
+
+def test_a_site_is_named_by_its_own_section() -> None:
+    found, model = (
+        ReLUFormer(
+            ModelConfig(20, 8, 2, slots=4, encoder_layers=1, decoder_layers=1, cross_attention=own)
+        )
+        for own in (None, AttentionConfig(power=8))
+    )
+    message = "power 4 in the cross attention, model.cross_attention.power is 8 here"
+    with pytest.raises(UserError, match=message):
+        _check_weights_mean_the_same(found, model, "run")
+
+
+def _check(there: dict[str, Any], here: dict[str, Any], message: str | None) -> None:
+    """Whether weights of a model with one attention may start one with another."""
+    found, model = (
+        ReLUFormer(
+            ModelConfig(
+                20, 8, 2, slots=4, encoder_layers=1, decoder_layers=1,
+                attention=AttentionConfig(**attention),
+            )
+        )
+        for attention in (there, here)
+    )  # fmt: skip
+    refused = nullcontext() if message is None else pytest.raises(UserError, match=message)
+    with refused:
+        _check_weights_mean_the_same(found, model, "run")
