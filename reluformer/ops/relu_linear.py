@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from reluformer.ops.dispatch import autocast_dtype, plain
 
@@ -20,10 +21,12 @@ _HALF = (torch.bfloat16, torch.float16)
 def pays(x: Tensor) -> bool:
     """Whether `relu_linear` beats a product and a ReLU: in half precision on a GPU.
 
-    Not inside the transforms of `torch.func`, which see through plain operations only.
+    Not inside the transforms of `torch.func` nor where dual numbers may be around, both of which
+    see through plain operations only.
     """
-    dtype = _product_dtype(x)
-    return dtype in _HALF and _on_gpu(x) and not torch._C._are_functorch_transforms_active()
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return _product_dtype(x) in _HALF and _on_gpu(x)
 
 
 def relu_linear(x: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:

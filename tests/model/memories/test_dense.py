@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from reluformer.model.memories import dense
 from reluformer.model.memories.dense import AllSlots
@@ -103,6 +104,15 @@ def test_the_definition_runs_wherever_more_is_asked() -> None:
     with as_on_gpu(False) as called:
         memory(x)
     assert not called.called
+
+
+def test_dual_numbers_go_through_the_definition() -> None:
+    memory = make("relu", dtype=torch.bfloat16)
+    x, step = torch.randn(2, 5, 6).bfloat16()
+    with as_on_gpu() as called, forward_ad.dual_level():
+        found = forward_ad.unpack_dual(memory(forward_ad.make_dual(x, step))).tangent
+    assert not called.called
+    torch.testing.assert_close(found, torch.func.jvp(memory, (x,), (step,))[1])
 
 
 @with_bias
