@@ -54,6 +54,7 @@ class KeyValueMemory(nn.Module):
 
     keys: Tensor
     values: Tensor
+    values_bias: Tensor
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class KeyValueMemory(nn.Module):
         """Read the memory with x [..., width]: a tensor [..., width], or a result with weights."""
         output, weights = self.selector.read(self._query(x, return_weights))
         if self.bias:
-            output = output + self.get_parameter("values_bias")
+            output = output + self.values_bias
         if self.finish is not None:
             output = self.finish(output)
         output = output.reshape(x.shape)

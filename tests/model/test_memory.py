@@ -53,6 +53,15 @@ def test_gradients(kind: str) -> None:
     assert torch.autograd.gradcheck(run, (queries(3).requires_grad_(), *tensors))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if takes_bias(kind)])
+def test_biases_can_be_given_from_outside(kind: str) -> None:
+    memory, x = make(kind, bias=True), torch.randn(5, 6).double()
+    given = {name: each.detach() + 0 for name, each in make(kind, bias=True).named_parameters()}
+    found = torch.func.functional_call(memory, given, (x,))
+    memory.load_state_dict(given)
+    torch.testing.assert_close(found, memory(x))
+
+
 @every_kind
 def test_any_leading_shape(kind: str) -> None:
     memory, x = make(kind), queries(2, 3)
