@@ -104,7 +104,8 @@ def test_plain_lines_where_there_is_no_terminal(
     assert lines[2].startswith("step 2 dev nll ") and lines[2].endswith("(best)")
     assert lines[3].startswith("finished at step 2")
     train(recipe, tmp_path)
-    assert capsys.readouterr().err == ""
+    again = f"{tmp_path} is finished already: {tmp_path / 'model'}\n"
+    assert capsys.readouterr().err == again
 
 
 def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
