@@ -20,6 +20,7 @@ from torch import Tensor
 
 from reluformer.errors import UserError
 from reluformer.ops import cpu_tiles as tiles
+from reluformer.ops.dispatch import learns
 from reluformer.ops.rule import POWERS, POWERS_IN_WORDS
 from reluformer.ops.visibility import Visibility
 
@@ -73,9 +74,7 @@ def rectified_attention(
     per_head = [
         value.expand(heads) if isinstance(value, Tensor) else None for value in (gamma, threshold)
     ]
-    trained = torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in (q, k, v, *per_head)
-    )
+    trained = learns(q, k, v, *per_head)
     short = n_q < tiles.MANY_ROWS or (trained and n_q * n_k <= tiles.SHORT)
     plan = tiles.Plan(
         scale,

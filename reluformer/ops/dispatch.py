@@ -1,4 +1,4 @@
-"""What surrounds the call of an operator: autocast, and whoever watches operators."""
+"""What surrounds the call of an operator: autocast, gradients, and whoever watches operators."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,13 @@ def plain(tensor: Tensor) -> bool:
     """Whether nobody watches operators: no compiler, no subclass (a fake), no dispatch mode."""
     return not (
         torch.compiler.is_compiling() or type(tensor) is not Tensor or is_in_torch_dispatch_mode()
+    )
+
+
+def learns(*values: object) -> bool:
+    """Whether gradients of any of these are wanted; numbers and None have none."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
     )
 
 

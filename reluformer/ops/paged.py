@@ -15,6 +15,7 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.api import relu_attention
 from reluformer.ops.call import FLOATS
+from reluformer.ops.dispatch import learns
 from reluformer.ops.rule import Rectified
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -306,7 +307,7 @@ def _why_not_triton(q: Tensor, cache: PagedCache, scale: float, rule: Rectified)
     from reluformer.ops.triton.op import supports
 
     learned = (q, rule.gamma, rule.threshold)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in learned):
+    if learns(*learned):
         return "it has no gradients, and one is asked for"
     return supports(q, cache.keys, cache.values, scale=scale, power=rule.power)
 

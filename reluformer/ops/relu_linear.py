@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from reluformer.ops.dispatch import autocast_dtype, plain
+from reluformer.ops.dispatch import autocast_dtype, learns, plain
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -41,9 +41,7 @@ def relu_linear(x: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:
     if not plain(x):
         watched: Tensor = torch.ops.reluformer.relu_linear.default(x, keys, bias)
         return watched
-    if torch.is_grad_enabled() and (
-        x.requires_grad or keys.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    if learns(x, keys, bias):
         found: Tensor = _ReluLinear.apply(x, keys, bias)  # type: ignore[no-untyped-call]
         return found
     return _run(x, keys, bias)

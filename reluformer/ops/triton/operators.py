@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reluformer.ops.dispatch import plain
+from reluformer.ops.dispatch import learns, plain
 from reluformer.ops.stats import sampled_rows
 from reluformer.ops.triton.layout import empty_heads, last_contiguous, row_values
 
@@ -47,9 +47,7 @@ def attend(*arguments):
     what was not asked for. To divide by row sums, ask for them."""
     if not plain(arguments[0]):
         return torch.ops.reluformer.rectified_attention.default(*arguments)
-    if torch.is_grad_enabled() and any(
-        each is not None and each.requires_grad for each in arguments[:5]
-    ):
+    if learns(*arguments[:5]):
         return _Attention.apply(*arguments)
     return _launch().forward(_launch().Problem(*arguments[:_FIELDS]), arguments[_FIELDS])
 
@@ -66,6 +64,13 @@ def _launch() -> Any:
     from reluformer.ops.triton import launch
 
     return launch
+
+
+@cache
+def _backward_launch() -> Any:
+    from reluformer.ops.triton import backward_launch
+
+    return backward_launch
 
 
 def _save(ctx, inputs, output):
@@ -140,11 +145,9 @@ def _run(*arguments):
 
 
 def _run_backward(out, count, grad_out, grad_sum, grad_log, row_sum, *rest):
-    from reluformer.ops.triton import backward_launch
-
-    grads = backward_launch.Gradients(out, count, grad_out, grad_sum, grad_log, row_sum)
-    problem = backward_launch.Problem(*rest[:_FIELDS])
-    return backward_launch.backward(problem, grads, rest[_FIELDS])
+    launch = _backward_launch()
+    grads = launch.Gradients(out, count, grad_out, grad_sum, grad_log, row_sum)
+    return launch.backward(launch.Problem(*rest[:_FIELDS]), grads, rest[_FIELDS])
 
 
 def _run_pages(
