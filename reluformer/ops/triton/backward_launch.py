@@ -111,13 +111,15 @@ def heads_with_signs(problem: Problem, grads: Gradients) -> int:
 
     The derivative of a ReLU, unlike that of its powers, is known from the sign alone.
     """
+    if problem.power > 1 or grads.level > 1 or problem.packed:
+        return 0
+    if problem.mask is not None or problem.dropout_p > 0:
+        return 0
     limit = tiles.current().sign_bytes
     if limit is None:
         pays = min(problem.max_q, problem.max_k) >= _SIGNS_FROM and problem.width <= _SIGNS_TO
         limit = _SIGN_BYTES if pays else 0
-    if problem.power > 1 or grads.level > 1 or problem.packed:
-        return 0
-    if problem.mask is not None or problem.dropout_p > 0:
+    if limit == 0:
         return 0
     used = (problem.tile("keys", signs=True), problem.tile("queries", signs=True))
     if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):

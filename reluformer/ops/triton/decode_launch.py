@@ -121,7 +121,7 @@ def _tile(problem: Problem, paged: bool) -> tiles.Tile:
 def _split(problem: Problem, tile: tiles.Tile, pages: Pages | None) -> Split:
     """Enough programs to fill the device, each with two units or more to walk over."""
     q, k = problem.q, problem.k
-    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    rows = problem.group * q.shape[2]
     row_tile = min(max(pad(rows), tile.queries), _MOST_ROWS[q.element_size()])
     row_tiles = triton.cdiv(rows, row_tile)
     keys = unit = tile.keys
@@ -159,7 +159,7 @@ def _numbers(
         *bound_steps,
         problem.q.shape[0],
         problem.k.shape[1],
-        problem.q.shape[1] // problem.k.shape[1],
+        problem.group,
         problem.max_q,
         problem.max_k,
         problem.window,
