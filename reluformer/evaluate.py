@@ -9,7 +9,7 @@ tokenised elsewhere, and labelled.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 
@@ -138,7 +138,7 @@ def evaluate(
                 f"{len(hypothesis)} documents, not as many in each as the reference: "
                 f"{sum(shape)} in {len(shape)}"
             )
-    texts = {level: _Texts(level, reference, hypotheses, metrics, tokenize) for level in levels}
+    texts = {level: _Texts.of(level, reference, hypotheses, metrics, tokenize) for level in levels}
     kinds = [(level, *kind) for level in levels for kind in texts[level].kinds()]
     compared = levels if len(hypotheses) > 1 else ()
     total = len(kinds) + len(compared)
@@ -228,14 +228,27 @@ def _segments(texts: Documents, level: Level) -> list[str]:
 
 @dataclass
 class _Texts:
-    """All texts at one level, and what is asked about them."""
+    """All texts as segments of one level, and what is asked about them."""
 
     level: Level
-    reference: Documents
-    hypotheses: Mapping[str, Documents]
+    wanted: list[str]
+    given: dict[str, list[str]]
     metrics: Sequence[Metric]
     tokenize: str
     _scorers: dict[tuple[Metric, Case], Scorer] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        level: Level,
+        reference: Documents,
+        hypotheses: Mapping[str, Documents],
+        metrics: Sequence[Metric],
+        tokenize: str,
+    ) -> Self:
+        """Of texts by document."""
+        given = {name: _segments(texts, level) for name, texts in hypotheses.items()}
+        return cls(level, _segments(reference, level), given, metrics, tokenize)
 
     def kinds(self) -> Iterator[tuple[Case, Metric]]:
         """Every metric, with and without case."""
@@ -249,16 +262,16 @@ class _Texts:
     def score(self, system: str, name: Metric, case: Case) -> Score:
         """One score of one system."""
         scorer = self._scorer(name, case)
-        value = scorer.score(self._given(system))
+        value = scorer.score(self.given[system])
         return Score(name, self.level, case, value, scorer.signature)
 
     def by_length(self, system: str) -> Iterator[LengthScore]:
         """BLEU of the segments in each range of lengths that has any."""
-        lengths = [len(segment.split()) for segment in _segments(self.reference, self.level)]
+        lengths = [len(segment.split()) for segment in self.wanted]
         for low, high in zip((0, *_LENGTHS), (*_LENGTHS, None), strict=True):
             chosen = [at for at, n in enumerate(lengths) if low < n and (high is None or n <= high)]
             if chosen:
-                value = self._scorer("BLEU", "mixed").score(self._given(system), chosen)
+                value = self._scorer("BLEU", "mixed").score(self.given[system], chosen)
                 words = f"{low + 1}-{high}" if high else f"over {low}"
                 yield LengthScore(words, len(chosen), value)
 
@@ -269,7 +282,7 @@ class _Texts:
         names = [name for name in METRICS if name in self.metrics and name != "TER"]
         if not names:
             return
-        named: list[Any] = [(system, self._given(system)) for system in self.hypotheses]
+        named: list[Any] = list(self.given.items())
         scorers = {name: self._scorer(name, "mixed") for name in names}
         metrics: Any = {name: scorer.metric for name, scorer in scorers.items()}
         test = PairedTest(named, metrics, None, test_type="bs", n_samples=samples)
@@ -293,14 +306,10 @@ class _Texts:
                     str(signatures[name]),
                 )
 
-    def _given(self, system: str) -> list[str]:
-        return _segments(self.hypotheses[system], self.level)
-
     def _scorer(self, name: Metric, case: Case) -> Scorer:
         if (name, case) not in self._scorers:
-            wanted = _segments(self.reference, self.level)
-            texts = map(self._given, self.hypotheses)
-            made = Scorer(name, wanted, texts, self.tokenize, lower=case == "lower")
+            texts = self.given.values()
+            made = Scorer(name, self.wanted, texts, self.tokenize, lower=case == "lower")
             self._scorers[name, case] = made
         return self._scorers[name, case]
 
