@@ -16,6 +16,7 @@ from reluformer.config import build, override, to_dict
 from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.model.config import ModelConfig
+from reluformer.model.losses import MARGIN
 from reluformer.search.config import SearchConfig
 
 GENERATED = ("sample", "reverse", "copy")
@@ -125,7 +126,7 @@ class TrainConfig:
     only. Summed over attentions. The paper does not say its weight."""
     entropy_weight: float = 0.0
     """Of the loss on entropy above a margin; rectified attentions only. At 0 it is not computed."""
-    entropy_margin: float = 0.7
+    entropy_margin: float = MARGIN
     """Entropy of a row that sees n keys costs nothing up to this times ln n."""
     entropy_every: int = 1
     """Compute that loss on one block of 256 query rows in so many, another in each head and

@@ -52,20 +52,16 @@ class Attention:
     @cached_property
     def options(self) -> frozenset[str]:
         """Names of the keyword options this attention takes beyond the shared ones."""
-        functions = [f for f in (self.weigh, self.rule, self.finish) if f is not None]
-        names = {name for function in functions for name in _keywords(function)}
-        return frozenset(names - {"second"})
+        return frozenset(self.defaults)
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
         """What the options are that a call leaves out."""
-        functions = [f for f in (self.weigh, self.rule, self.finish) if f is not None]
-        parameters = {
-            name: parameter
-            for function in functions
-            for name, parameter in inspect.signature(function).parameters.items()
-        }
-        return {name: parameters[name].default for name in self.options}
+        found: dict[str, Any] = {}
+        for function in (self.weigh, self.rule, self.finish):
+            found |= {} if function is None else _keywords(function)
+        found.pop("second", None)
+        return found
 
     @property
     def regularisable(self) -> bool:
@@ -150,16 +146,17 @@ class Attention:
 
 
 # Every call asks; a dictionary, because compilers warn about functools.cache.
-_KEYWORDS: dict[Callable[..., Any], tuple[str, ...]] = {}
+_KEYWORDS: dict[Callable[..., Any], dict[str, Any]] = {}
 
 
-def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    names = _KEYWORDS.get(function)
-    if names is None:
+def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    """Its keyword-only parameters with their defaults."""
+    found = _KEYWORDS.get(function)
+    if found is None:
         parameters = inspect.signature(function).parameters.values()
-        names = tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
-        _KEYWORDS[function] = names
-    return names
+        found = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        _KEYWORDS[function] = found
+    return found
 
 
 def _pick(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

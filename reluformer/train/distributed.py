@@ -46,11 +46,15 @@ class Processes:
             dist.barrier()
 
 
+def own_rank() -> int:
+    """The number that torchrun gave this process, 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
 @contextmanager
 def processes(config: TrainConfig) -> Iterator[Processes]:
     """Join the group that torchrun started, or be alone."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
     device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
     if world == 1:
         yield Processes(0, 1, device)
@@ -58,7 +62,7 @@ def processes(config: TrainConfig) -> Iterator[Processes]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     try:
-        yield Processes(rank, world, device)
+        yield Processes(own_rank(), world, device)
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
@@ -21,7 +20,7 @@ from reluformer.recipe import Recipe
 from reluformer.train import folder
 from reluformer.train.data import TrainingData, load_data
 from reluformer.train.dev import dev_bleu, dev_loss, watch
-from reluformer.train.distributed import Processes, processes
+from reluformer.train.distributed import Processes, own_rank, processes
 from reluformer.train.divergence import Guard
 from reluformer.train.finish import finish
 from reluformer.train.graph import Graphs
@@ -54,7 +53,7 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     if not folder.is_finished(run):
         with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
             _train(recipe, run, group, quiet)
-    elif not quiet and os.environ.get("RANK", "0") == "0":
+    elif not quiet and own_rank() == 0:
         Plain().say(f"{run} is finished already: {run / checkpoint.MODEL}")
     return Trained(run, run / checkpoint.MODEL)
 
