@@ -40,6 +40,7 @@ KERNELS = (
     "decode",
     "combine",
     "append",
+    "clear_outside",
     "canary",
 )
 SMALL = (

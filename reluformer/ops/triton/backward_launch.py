@@ -24,7 +24,8 @@ from reluformer.ops.triton.launcher import (
     steps,
     use_descriptors,
 )
-from reluformer.ops.triton.layout import empty_heads, row_values, zeroed
+from reluformer.ops.triton.layout import row_values, zeroed
+from reluformer.ops.triton.packed import packed_heads
 from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem, pad
 from reluformer.ops.triton.rows import row_terms_kernel, scale_rows_kernel
@@ -83,7 +84,10 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
             return backward(problem, grads, need_shift)
     q, k, v = problem.q, problem.k, problem.v
     packed = problem.packed
-    dq, dk, dv = (empty_heads(each, each.shape[-1], zero=packed) for each in (q, k, v))
+    cu_q, cu_k = problem.cu_q, problem.cu_k
+    dq, dk, dv = (
+        packed_heads(each, each.shape[-1], cu) for each, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+    )
     row_dot = row_values(q, packed=packed) if grads.out is not None else None
     if q.numel() == 0 or k.numel() == 0:
         shift = q.new_zeros(q.shape[1], dtype=torch.float32) if need_shift else None
@@ -197,7 +201,7 @@ def key_gradients(
     row_dot = row_dot if problem.divided else None
     scaled = None
     if prescaled:
-        scaled = empty_heads(grad_out, grad_out.shape[-1], zero=problem.packed)
+        scaled = packed_heads(grad_out, grad_out.shape[-1], problem.cu_q)
     if prescaled or problem.divided:
         _scale_rows(problem, grads, key, scaled, row_dot)
     grad_out = grad_out if scaled is None else scaled

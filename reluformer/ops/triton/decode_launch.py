@@ -70,7 +70,7 @@ def decode(
     """
     q, v = problem.q, problem.v
     row_sums = row_sums or problem.divided
-    out = empty_heads(q, v.shape[-1], zero=False)
+    out = empty_heads(q, v.shape[-1])
     count = row_values(q, packed=False) if problem.mask is not None else None
     row_sum = row_values(q, packed=False) if row_sums else None
     if out.numel() == 0 or problem.max_k == 0 or problem.k.numel() == 0:

@@ -14,7 +14,8 @@ from reluformer.ops.triton.launcher import (
     signature,
     use_descriptors,
 )
-from reluformer.ops.triton.layout import empty_heads, row_values, zeroed
+from reluformer.ops.triton.layout import row_values, zeroed
+from reluformer.ops.triton.packed import packed_heads
 from reluformer.ops.triton.problem import Problem
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -35,7 +36,7 @@ def forward(problem: Problem, statistics: int) -> Forward:
     if statistics <= 1 and decode_launch.suits(problem):
         out, row_sum, count = decode_launch.decode(problem, row_sums=statistics == 1)
         return out, row_sum, None, count
-    out = empty_heads(q, v.shape[-1], zero=packed)
+    out = packed_heads(q, v.shape[-1], problem.cu_q)
     row_sum = row_values(q, packed=packed) if statistics >= 1 else None
     log_sum = row_values(q, packed=packed) if statistics >= 2 else None
     count = row_values(q, packed=packed) if problem.mask is not None else None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def empty_heads(like: Tensor, width: int, *, zero: bool) -> Tensor:
+def empty_heads(like: Tensor, width: int) -> Tensor:
     """A new [B, H, T, width] in the dimension order of `like` [B, H, T, D].
 
     The layout of [B, T, H, D] gives that of [B, T, H, width], so that joining the heads copies
@@ -15,8 +15,7 @@ def empty_heads(like: Tensor, width: int, *, zero: bool) -> Tensor:
         strides = (rows * heads * width, width, heads * width, 1)
     else:
         strides = (heads * rows * width, rows * width, width, 1)
-    made = like.new_empty_strided((batch, heads, rows, width), strides)
-    return made.zero_() if zero else made
+    return like.new_empty_strided((batch, heads, rows, width), strides)
 
 
 def row_values(q: Tensor, *, packed: bool) -> Tensor:

@@ -173,18 +173,18 @@ def _fake(q, k, v, gamma, threshold, key_lengths, mask, cu_q, cu_k, seed, *rest)
     wanted = (statistics >= 1, statistics >= 2, mask is not None)
     packed = cu_q is not None
     rows = (row_values(q, packed=packed) if each else None for each in wanted)
-    return empty_heads(q, v.shape[-1], zero=False), *_filled(q, rows)
+    return empty_heads(q, v.shape[-1]), *_filled(q, rows)
 
 
 def _fake_pages(q, keys, values, *rest):
-    return empty_heads(q, values.shape[-1], zero=False)
+    return empty_heads(q, values.shape[-1])
 
 
 def _fake_backward(out, count, grad_out, grad_sum, grad_log, row_sum, q, k, v, *rest):
     packed = rest[4] is not None
     row_dot = None if out is None else row_values(q, packed=packed)
     shift = q.new_empty(q.shape[1], dtype=torch.float32) if rest[-1] else None
-    made = (empty_heads(each, each.shape[-1], zero=False) for each in (q, k, v))
+    made = (empty_heads(each, each.shape[-1]) for each in (q, k, v))
     return *made, *_filled(q, (row_dot, shift))
 
 
