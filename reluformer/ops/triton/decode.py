@@ -254,7 +254,7 @@ def decode_kernel(
             weight = rectified(score, v.dtype.element_ty, PTX)
         if ROW_SUMS:
             # Of weights that are not rounded; what is skipped below would add zeros.
-            total += folded(exact, ROWS, KEYS)
+            total += folded(exact, ROWS, KEYS, KEYS // 4)
         if SKIP_VALUES:
             # Not "> 0": a weight that is no number must stay visible.
             read = tl.max((weight != 0.0).to(tl.int32), 0)

@@ -3,7 +3,7 @@
 The loop knows neither scale nor normaliser. With x = max(q.k - t, 0), t the threshold in units of
 q.k, a weight is w = C_i x^p; C_i holds scale, gamma and the count of visible keys and multiplies
 the accumulator once per row at the end. (`PRESCALE`: x is in units of the score instead.) Row
-statistics come from sums of x^p and x^p log2 x. With `DIVIDE` that factor of a row is divided by
+statistics come from sums of x^p and x^p log2 x^p. With `DIVIDE` that factor of a row is divided by
 its sum of weights plus epsilon; statistics are of the weights before.
 """
 
@@ -31,18 +31,8 @@ from reluformer.ops.triton.parts import (
     store_tile,
     visible,
     visible_count,
+    widened,
 )
-
-
-@triton.jit
-def _log_sums(weight, x, POWER: tl.constexpr, PTX: tl.constexpr):
-    """Sums of x^p log2 x over the rows of a tile of weights x^p."""
-    if POWER > 2:
-        # From the power alone: x need not stay in registers beside it.
-        result = tl.sum(weight * log2_positive(weight, PTX), 1) * (1.0 / POWER)
-    else:
-        result = tl.sum(weight * log2_positive(x, PTX), 1)
-    return result
 
 
 @triton.jit
@@ -79,6 +69,7 @@ def _walk(
     stride_mq,
     stride_mk,
     MASKED: tl.constexpr,
+    LAST: tl.constexpr,
     CHECK: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -94,15 +85,18 @@ def _walk(
     HAS_THRESHOLD: tl.constexpr,
     PRESCALE: tl.constexpr,
     STATISTICS: tl.constexpr,
-    FOLD: tl.constexpr,
+    SUMS: tl.constexpr,
     DROPOUT: tl.constexpr,
     TMA: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    # Of rounded weights, which lie in registers by twos; those of dropout are not what is summed.
+    PAIRS: tl.constexpr = PTX and q_tile.dtype == tl.bfloat16 and not DROPOUT
     if DROPOUT:
         random = dropout_keys(seed_value, rows, bh)[:, None]
-    for col in tl.range(low, high, KEYS):
+    # A loop for the last tile alone: a pipeline in it would slow the one before (9 % at width 64).
+    for col in tl.range(low, high, KEYS, num_stages=1 if LAST else None):
         k_tile = load_tile(
             k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
             KEYS, D_PAD, D, TMA, CHECK,
@@ -127,9 +121,8 @@ def _walk(
         )  # fmt: skip
         if MASKED and PADDED and TMA:
             v_tile = keep_rows(v_tile, col, end, KEYS)
-        if (STATISTICS == 2 and not FOLD) or DROPOUT or POWER > 1:
-            x = tl.maximum(score, 0.0)
-            weight = raised(x, POWER)
+        if DROPOUT or POWER > 1 or (STATISTICS >= 1 and not PAIRS):
+            weight = raised(tl.maximum(score, 0.0), POWER)
             dropped = weight
             if DROPOUT:
                 dropped *= dropout_factor(random, cols[None, :], dropout)
@@ -138,21 +131,15 @@ def _walk(
             packed = rectified(score, v_tile.dtype, PTX)
         acc = tl.dot(packed, v_tile, acc, input_precision=PRECISION)
         # Sums are taken while the product is under way.
-        if STATISTICS == 2 and not FOLD:
-            total += tl.sum(weight, 1)[:, None]
-        elif STATISTICS >= 1:
-            if DROPOUT or POWER > 1:
-                total += folded(weight, QUERIES, KEYS)
-            elif PTX and v_tile.dtype == tl.bfloat16:
-                total += folded_pairs(packed, QUERIES, KEYS)
+        if STATISTICS >= 1:
+            if PAIRS:
+                total += folded_pairs(packed, QUERIES, KEYS, SUMS)
             else:
-                total += folded(tl.maximum(score, 0.0), QUERIES, KEYS)
+                total += folded(weight, QUERIES, KEYS, SUMS)
         if STATISTICS == 2:
-            if FOLD and not DROPOUT and POWER == 1:
-                # Rounded weights, because they are in registers anyway.
-                x = packed.to(tl.float32)
-                weight = x
-            log_total += _log_sums(weight, x, POWER, PTX)
+            if PAIRS:
+                weight = widened(packed)
+            log_total += folded(weight * log2_positive(weight, PTX), QUERIES, KEYS, SUMS)
     return acc, total, log_total, seen_total
 
 
@@ -264,10 +251,10 @@ def forward_kernel(
     kv_head = h // GROUP
     wanted = entropy_wanted(row, h, b, EVERY)
     acc = tl.zeros([QUERIES, DV_PAD], tl.float32)
-    # Logarithms of all rows leave no registers for sums that are not complete.
-    FOLD: tl.constexpr = STATISTICS == 1 or EVERY > 1
-    total = tl.zeros([QUERIES, KEYS // 4 if FOLD else 1], tl.float32)
-    log_total = tl.zeros([QUERIES], tl.float32)
+    # So few columns that sums of a row are nearly complete and take few registers.
+    SUMS: tl.constexpr = KEYS // 8 if KEYS > 64 else 8
+    total = tl.zeros([QUERIES, SUMS], tl.float32)
+    log_total = tl.zeros([QUERIES, SUMS], tl.float32)
     seen_total = tl.zeros([QUERIES], tl.int32)
 
     # Masked tiles before, whole tiles between, masked tiles after; a loop that a case never needs
@@ -301,9 +288,10 @@ def forward_kernel(
                         cut, scale, seed_value, bh, dropout,
                         stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                         stride_mq, stride_mk,
-                        part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
+                        part != 1 or SINGLE, part == 2 and not EDGES,
+                        part != 1 or SINGLE or not (CAUSAL or TAIL),
                         QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK,
-                        PADDED, HAS_THRESHOLD, PRESCALE, level, FOLD, DROPOUT, TMA, PTX, PRECISION,
+                        PADDED, HAS_THRESHOLD, PRESCALE, level, SUMS, DROPOUT, TMA, PTX, PRECISION,
                     )  # fmt: skip
 
     if HAS_MASK:
@@ -329,7 +317,7 @@ def forward_kernel(
         tl.store(row_sum + stats, factor * sums, mask=rows < n_q)
     if STATISTICS == 2:
         log_factor = tl.log2(tl.where(factor > 0, factor, 1.0))
-        logs = LN2 * factor * (log_factor * sums + POWER * log_total)
+        logs = LN2 * factor * (log_factor * sums + tl.sum(log_total, 1))
         if EVERY > 1:
             logs = tl.where(wanted, logs, 0.0)
         tl.store(log_sum + stats, logs, mask=rows < n_q)

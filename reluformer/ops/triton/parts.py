@@ -248,22 +248,26 @@ def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Four quarters of a float32 tile [ROWS, COLS] added up, [ROWS, COLS / 4].
+def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
+    """Equal parts of a float32 tile [ROWS, COLS] added up, [ROWS, TO].
 
     Sums of rows that stay within a thread, unlike `tl.sum`: for totals over many tiles.
     """
-    left, right = halves(x, ROWS, COLS)
-    left, right = halves(left + right, ROWS, COLS // 2)
-    return left + right
+    if COLS > TO:
+        left, right = halves(x, ROWS, COLS)
+        x = folded(left + right, ROWS, COLS // 2, TO)
+    return x
 
 
 @triton.jit
-def folded_pairs(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """`folded` for a packed bfloat16 tile: two values at once, rounded twice before float32."""
-    left, right = halves(x, ROWS, COLS)
-    left, right = halves(_add_pairs(left, right), ROWS, COLS // 2)
-    return _add_pairs(left, right).to(tl.float32)
+def folded_pairs(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
+    """`folded` for a packed bfloat16 tile: two values at once, rounded before they are float32."""
+    if COLS > TO:
+        left, right = halves(x, ROWS, COLS)
+        x = folded_pairs(_add_pairs(left, right), ROWS, COLS // 2, TO)
+    else:
+        x = widened(x)
+    return x
 
 
 @triton.jit
@@ -274,9 +278,25 @@ def _add_pairs(a, b):
 
 
 @triton.jit
+def widened(x):
+    """A packed bfloat16 tile in float32: an instruction a value, where the compiler needs more."""
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "=r,=r,r",
+        [x],
+        tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def log2_positive(x, PTX: tl.constexpr):
-    """log2(x) where x > 0, else 0; the hardware's approximation where there is one."""
-    safe = tl.where(x > 0, x, 1.0)
+    """log2(x), or of the least normal number where x is below it: what it multiplies is 0 there.
+
+    The hardware's approximation where there is one.
+    """
+    safe = tl.maximum(x, 1.1754943508222875e-38)
     if PTX:
         result = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [safe], tl.float32, is_pure=True, pack=1
