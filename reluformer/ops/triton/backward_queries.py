@@ -71,6 +71,7 @@ def _walk_keys(
     stride_mq,
     stride_mk,
     MASKED: tl.constexpr,
+    LAST: tl.constexpr,
     CHECK: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -98,7 +99,7 @@ def _walk_keys(
     if SIGNS:
         quarters = sign_quarters(signs, row, low, k_length, QUERIES, KEYS)
         words = load_signs(quarters, QUERIES, KEYS, PTX)
-    for col in tl.range(low, high, KEYS):
+    for col in tl.range(low, high, KEYS, num_stages=1 if LAST else None):
         k_tile = load_tile(
             k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
             KEYS, D_PAD, D, TMA, CHECK,
@@ -333,7 +334,8 @@ def queries_kernel(
                         first_k, offset, end, window, cut, scale, seed_value, bh, dropout,
                         stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
                         stride_mq, stride_mk,
-                        part != 1 or SINGLE, part != 1 or SINGLE or not (CAUSAL or TAIL),
+                        part != 1 or SINGLE, part == 2 and not EDGES,
+                        part != 1 or SINGLE or not (CAUSAL or TAIL),
                         QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK,
                         PADDED, HAS_THRESHOLD, PRESCALE, level, DROPOUT, ROW_SHIFT, SIGNS, TMA,
                         PTX, PRECISION,
