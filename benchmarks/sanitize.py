@@ -41,6 +41,7 @@ KERNELS = (
     "combine",
     "append",
     "clear_outside",
+    "specialised",
     "canary",
 )
 SMALL = (
@@ -83,7 +84,8 @@ def work(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
         for tma in (None, False):
             given = exact(arguments(case, dtype, device, transposed=tma is None))
             for sign_bytes in (0, 1 << 20):
-                with tiles.override(tma=tma, sign_bytes=sign_bytes):
+                # The specialised forward where it can: widths 64 and 128, by descriptors.
+                with tiles.override(tma=tma, sign_bytes=sign_bytes, specialised=sign_bytes > 0):
                     for _ in range(2):
                         outputs += found(op.rectified_attention, given)[0]
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))

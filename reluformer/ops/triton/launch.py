@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.triton import decode_launch
+from reluformer.ops.triton import decode_launch, specialised_launch
 from reluformer.ops.triton.forward import forward_kernel
 from reluformer.ops.triton.launcher import (
     LAUNCHES,
@@ -45,24 +45,32 @@ def forward(problem: Problem, statistics: int) -> Forward:
     key = signature(("forward", statistics, *problem[10:]), problem.tensors)
     launch = LAUNCHES.get(key)
     if launch is None:
-        tile = problem.tile("forward")
-        launch = Launch(
-            forward_kernel,
-            tile,
-            triton.cdiv(problem.max_q, tile.queries) * problem.sequences * q.shape[1],
-            [(q, tile.queries), (k, tile.keys), (v, tile.keys), (out, tile.queries)],
-            (*problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
-            {
-                **problem.switches(tile),
-                "STATISTICS": statistics,
-                "EVERY": problem.entropy_every if statistics == 2 else 1,
-                "TMA": use_descriptors((q, k, v, out)),
-            },
-            store_by_pointer=int(packed),
-        )
+        # Which kernel is a choice of speed alone, as a tile is: both compute the same.
+        suited = specialised_launch.suits(problem, statistics, out)
+        launch = (specialised_launch.prepared if suited else _prepared)(problem, statistics, out)
         remember(key, launch)
     launch(q, k, v, out, row_sum, log_sum, count, *problem.optional)
     return out, row_sum, log_sum, count
+
+
+def _prepared(problem: Problem, statistics: int, out: Tensor) -> Launch:
+    """The launch of the kernel that serves every call."""
+    q, k, v = problem.q, problem.k, problem.v
+    tile = problem.tile("forward")
+    return Launch(
+        forward_kernel,
+        tile,
+        triton.cdiv(problem.max_q, tile.queries) * problem.sequences * q.shape[1],
+        [(q, tile.queries), (k, tile.keys), (v, tile.keys), (out, tile.queries)],
+        (*problem.mask_steps(), *problem.row_steps(), *problem.numbers()),
+        {
+            **problem.switches(tile),
+            "STATISTICS": statistics,
+            "EVERY": problem.entropy_every if statistics == 2 else 1,
+            "TMA": use_descriptors((q, k, v, out)),
+        },
+        store_by_pointer=int(problem.packed),
+    )
 
 
 def paged(

@@ -22,6 +22,9 @@ _COMPILED_TAKE_ALL = triton.__version__.startswith("3.6.")
 # Lengths vary in training; a forgotten launch costs a fraction of a millisecond once.
 _LIMIT = 4096
 
+View = tuple[list[int], list[int], list[int]]
+"""Shape, strides and tile of a descriptor."""
+
 LAUNCHES: dict[tuple[Any, ...], "Launch | Prepared"] = {}
 
 
@@ -82,7 +85,7 @@ class Launch:
         self.kernel, self.tile, self.programs, self.switches = kernel, tile, programs, switches
         self.numbers = (*(step for each, _ in tiled for step in steps(each)), *numbers)
         described = len(tiled) - store_by_pointer if switches.get("TMA") else 0
-        self.views = [_view(tensor, rows) for tensor, rows in tiled[:described]]
+        self.views = [view(tensor, rows) for tensor, rows in tiled[:described]]
         self.compiled: Any = None
         self.constants: tuple[Any, ...] = ()
 
@@ -96,15 +99,17 @@ class Launch:
             ]
             self.compiled(*sources, *tensors[len(views) :], *self.constants)
             return
-        sources = [
-            TensorDescriptor(tensor, *view) for tensor, view in zip(tensors, views, strict=False)
-        ]
+        sources = [self.describe(*pair) for pair in zip(tensors, views, strict=False)]
         args = [*sources, *tensors[len(views) :], *self.numbers]
         compiled = run(self.kernel, self.programs, args, **self.switches)
         if compiled is not None and _COMPILED_TAKE_ALL:
             names = self.kernel.arg_names[len(args) :]
             self.constants = (*self.numbers, *(self.switches[name] for name in names))
             self.compiled = compiled[(self.programs, 1, 1)]
+
+    def describe(self, tensor: Tensor | None, shape: View) -> Any:
+        """The descriptor that the kernel takes when it is first called."""
+        return TensorDescriptor(tensor, *shape)
 
 
 class Prepared:
@@ -171,8 +176,8 @@ def steps(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:-1]
 
 
-def _view(tensor: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Shape, strides and tile of a descriptor with tiles of `rows` x padded width."""
+def view(tensor: Tensor, rows: int) -> View:
+    """Of a descriptor with tiles of `rows` x padded width."""
     width = tensor.shape[-1]
     # The step of a dimension of size one is free: give it a legal one.
     strides = [

@@ -136,7 +136,8 @@ _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 
 class Override(NamedTuple):
     """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None);
-    memory for signs of weights, which are then kept wherever that is possible (0: nowhere).
+    memory for signs of weights, which are then kept wherever that is possible (0: nowhere); the
+    specialised forward kernel wherever it can (True), nowhere (False) or by choice (None).
 
     Compared by value, so that it can be part of a key.
     """
@@ -144,9 +145,10 @@ class Override(NamedTuple):
     tiles: tuple[tuple[Kernel, Tile], ...]
     tma: bool | None
     sign_bytes: int | None
+    specialised: bool | None
 
 
-_override = Override((), None, None)
+_override = Override((), None, None, None)
 
 
 def pick(
@@ -194,12 +196,13 @@ def override(
     tiles: dict[Kernel, Tile] | None = None,
     tma: bool | None = None,
     sign_bytes: int | None = None,
+    specialised: bool | None = None,
 ) -> Iterator[None]:
-    """Use these tiles, descriptors or pointers, memory for signs, inside the block: for tuning and
-    tests."""
+    """Use these tiles, descriptors or pointers, memory for signs, the specialised kernel or not,
+    inside the block: for tuning and tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes)
+    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, specialised)
     try:
         yield
     finally:

@@ -51,7 +51,8 @@ def main() -> None:
         if "PTX" in options:
             options["PTX"] = True
         compiled = kernel.warmup(*args, grid=(programs,), **options)
-        if "PTX" not in options:
+        specialised = kernel.__name__ == "specialised_kernel"
+        if "PTX" not in options and not specialised:
             return
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
@@ -60,6 +61,8 @@ def main() -> None:
             code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         counts = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
         found[f"{kernel.__name__} {label}"] = {**counts, "shared": compiled.metadata.shared}
+        if specialised:
+            found[f"{kernel.__name__} {label}"]["unguarded"] = unguarded(compiled.asm["ptx"])
 
     driver.set_active(Hopper())
     launcher.run = compile_only
@@ -95,7 +98,39 @@ def main() -> None:
     for width, causal, normalise in itertools.product((64, 128), (False, True), (0.0, 1e-4)):
         label = f"width {width}, causal {causal}, power 4" + ", divided" * (normalise > 0)
         fourth_power(width, causal, normalise)
+        for sums in (0, 1):
+            label = f"width {width}, causal {causal}, sums {sums}, divided {normalise > 0}"
+            specialised_forward(width, causal, sums, normalise)
     print(json.dumps(found))
+
+
+def unguarded(ptx: str) -> int:
+    """Buffers given back with no barrier between the warps' last read and the one arrival."""
+    guarded, count = True, 0
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line or "ldmatrix" in line:
+            guarded = False
+        elif "bar.sync" in line:
+            guarded = True
+        elif "mbarrier.arrive.shared" in line:
+            count += not guarded
+    return count
+
+
+def specialised_forward(width: int, causal: bool, sums: int, normalise: float) -> None:
+    """The call of the models where rows are divided, else a plain one."""
+    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
+    threshold, lengths = torch.empty(2), torch.zeros(1, dtype=torch.int32)
+    problem = launch.Problem(
+        q, q, q, None, None, None, None, None, None, None,
+        width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, 4096, 4096,
+    )  # fmt: skip
+    if normalise:
+        problem = problem._replace(
+            threshold=threshold, key_lengths=lengths, power=8, normalise=normalise
+        )
+    with tiles.override(tma=True, specialised=True):
+        launch.forward(problem, max(sums, int(problem.divided)))
 
 
 def fourth_power(width: int, causal: bool, normalise: float) -> None:

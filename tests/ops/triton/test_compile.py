@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-# With a threshold, whatever the power, the widest tile puts addresses away before the loop over its
-# ragged end; the loop over whole tiles keeps all in registers. Dividing by row sums puts away more.
+# Before the loop over the ragged end, and in the loop with logarithms, which one program in eight
+# runs; the loops over whole tiles keep all in registers.
 SPILLS = {
-    "forward_kernel width 128, causal False, power 4": 6,
-    "forward_kernel width 128, causal False, power 4, divided": 19,
-    # In the loop with logarithms, which one program in eight runs.
-    "forward_kernel width 128, causal False, sampled entropies": 31,
+    "forward_kernel width 128, causal False, power 4, divided": 8,
+    "forward_kernel width 128, causal False, sampled entropies": 19,
+    "specialised_kernel width 64, causal True, sums 1, divided False": 4,
 }
 
 
@@ -32,7 +31,7 @@ def _script(name: str) -> Any:
 @pytest.mark.slow
 def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
-    assert len(kernels) == 54
+    assert len(kernels) == 70
     for name, code in kernels.items():
         assert code["spills"] <= SPILLS.get(name, 0), name
         if name.startswith("decode"):
@@ -42,7 +41,7 @@ def test_hopper_code() -> None:
             assert code["packed rectifiers"] > 0, name
             assert code["shared"] <= 227 * 1024, name
             continue
-        assert code["products"] > 0, name
+        assert code["products"] > 0 and code.get("unguarded", 0) == 0, name
         # Products in flight where the assembler cannot follow them would wait for each other.
         assert code["waits for products"] <= code["products"] / 3, name
         assert code["tensor memory loads"] > 0, name

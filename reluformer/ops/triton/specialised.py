@@ -1,0 +1,459 @@
+"""Forward kernel for Hopper in Gluon: what `forward.py` computes, with specialised warps.
+
+A program stays on its multiprocessor and works through a list of query tiles. One warp, the
+producer, loads: queries of a tile, then its keys and values, tile after tile into two rings of
+buffers, running ahead into the next tile of queries. Two groups of four warps, the consumers, own
+half of the rows of a tile each. A consumer starts the scores of key tile j + 1, then the product of
+tile j's weights and values, and makes weights of the new scores while that product runs. So neither
+loads nor stores nor weights keep the tensor cores waiting.
+
+A buffer has two barriers: `full` (its copy has arrived) and `empty` (its readers are through). A
+barrier has a phase that turns over each time; who waits names the phase that must be over.
+`tests/ops/triton/test_specialised.py` runs this protocol in slow motion.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+CONSUMERS = gl.constexpr(2)
+
+
+@gluon.jit
+def _turns(items, PAIRED: gl.constexpr):
+    """How many tiles of queries this program works on."""
+    programs = gl.num_programs(0)
+    turns = (items - gl.program_id(0) + programs - 1) // programs
+    if PAIRED:
+        turns *= 2
+    return turns
+
+
+@gluon.jit
+def _place(turn, items, heads, tiles, PAIRED: gl.constexpr):
+    """Batch, head and query tile of a turn.
+
+    An item is a tile, or a pair of a long and a short one of a head, where rows see more keys the
+    later they come: pairs are equally long. An odd number of tiles gets one of no rows.
+    """
+    programs = gl.num_programs(0)
+    if PAIRED:
+        item = gl.minimum(gl.program_id(0) + turn // 2 * programs, items - 1)
+        pairs = (tiles + 1) // 2
+        bh = item // pairs
+        short = item % pairs
+        tile = gl.where(turn % 2 == 0, 2 * pairs - 1 - short, short)
+    else:
+        item = gl.minimum(gl.program_id(0) + turn * programs, items - 1)
+        bh = item // tiles
+        tile = item % tiles
+    return bh // heads, bh % heads, tile
+
+
+@gluon.jit
+def _end(lengths, b, n_k):
+    """How many keys of a batch exist."""
+    end = n_k
+    if lengths is not None:
+        end = gl.minimum(gl.maximum(gl.load(lengths + b).to(gl.int32), 0), n_k)
+    return end
+
+
+@gluon.jit
+def _key_tiles(
+    row, n_q, n_k, end, ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    TAIL: gl.constexpr,
+):  # fmt: skip
+    """Key tiles that rows [row, row + ROWS) meet, at least one; how many of them need no mask."""
+    high = end
+    whole = end // KEYS if TAIL else (end + KEYS - 1) // KEYS
+    if CAUSAL:
+        offset = n_k - n_q
+        high = gl.minimum(high, gl.maximum(gl.minimum(row + ROWS, n_q) + offset, 0))
+        whole = gl.minimum(whole, gl.maximum(row + offset + 1, 0) // KEYS)
+    count = gl.where(row < n_q, (high + KEYS - 1) // KEYS, 0)
+    return gl.maximum(count, 1), gl.minimum(whole, count)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    """The next place in a ring and its phase."""
+    wrap = stage + 1 == STAGES
+    return gl.where(wrap, 0, stage + 1), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _row_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Sums over the columns of a bfloat16 tile, as far as they lie in one thread: [ROWS, 8]."""
+    left, right = _halves(packed, ROWS, COLS)
+    added = gl.inline_asm_elementwise(
+        "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.bfloat16, is_pure=True, pack=2
+    )
+    if COLS > 16:
+        result = _row_sums(added, ROWS, COLS // 2)
+    else:
+        result = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [added], gl.float32,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return result
+
+
+@gluon.jit
+def _weights(
+    score, row, col, offset, end, cut, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """max(score, 0)^p of what is seen, in bfloat16; [ROWS, KEYS] in the layout of the scores."""
+    if PRESCALE:
+        score = score * scale
+    if HAS_THRESHOLD:
+        score = score - cut
+    if MASKED:
+        cols = col + gl.arange(0, score.shape[1], gl.SliceLayout(0, LAYOUT))
+        seen = (cols < end)[None, :]
+        if CAUSAL:
+            rows = row + offset + gl.arange(0, score.shape[0], gl.SliceLayout(1, LAYOUT))
+            seen = seen & (cols[None, :] <= rows[:, None])
+        score = gl.where(seen, score, 0.0)
+    if POWER > 1:
+        score = gl.maximum(score, 0.0)
+        square = score * score
+        score = square * score if POWER == 3 else square
+    if POWER >= 4:
+        score *= score
+    if POWER == 8:
+        score *= score
+    # Two values an instruction, which the compiler does not find by itself.
+    return gl.inline_asm_elementwise(
+        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [score], gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _producer(
+    q, k, v, lengths, buffers, barriers, items, heads, tiles, n_q, n_k,
+    GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, Q_PLACES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """Load queries of each tile, then its keys and values; after the last, a tile's Q and K_0."""
+    q_bufs, k_bufs, v_bufs = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    turns = _turns(items, CAUSAL)
+    k_at = 0
+    k_phase = 1
+    v_at = 0
+    v_phase = 1
+    q_at = 0
+    q_phase = 1
+    for turn in range(0, turns + 1):
+        b, h, tile = _place(turn, items, heads, tiles, CAUSAL)
+        row = tile * (CONSUMERS * ROWS)
+        end = _end(lengths, b, n_k)
+        count, _ = _key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
+        # Consumers begin the next tile's scores before they end a tile, the last one's too.
+        real = turn < turns
+        count = gl.where(real, count, 1)
+        for part in gl.static_range(CONSUMERS):
+            place = q_at * CONSUMERS + part
+            mbarrier.wait(q_empty.index(place), q_phase)
+            bar = q_full.index(place)
+            mbarrier.expect(bar, ROWS * D * 2)
+            tma.async_copy_global_to_shared(
+                q, [b, h, row + part * ROWS, 0], bar, q_bufs.index(place)
+            )
+        q_at, q_phase = _next(q_at, q_phase, Q_PLACES)
+        for j in range(0, count):
+            mbarrier.wait(k_empty.index(k_at), k_phase)
+            bar = k_full.index(k_at)
+            mbarrier.expect(bar, KEYS * D * 2)
+            tma.async_copy_global_to_shared(
+                k, [b, h // GROUP, j * KEYS, 0], bar, k_bufs.index(k_at)
+            )
+            k_at, k_phase = _next(k_at, k_phase, STAGES)
+            if real:
+                mbarrier.wait(v_empty.index(v_at), v_phase)
+                bar = v_full.index(v_at)
+                mbarrier.expect(bar, KEYS * D * 2)
+                tma.async_copy_global_to_shared(
+                    v, [b, h // GROUP, j * KEYS, 0], bar, v_bufs.index(v_at)
+                )
+                v_at, v_phase = _next(v_at, v_phase, STAGES)
+
+
+@gluon.jit
+def _queries(
+    q_bufs, q_full, q_empty, q_at, q_phase, part: gl.constexpr, ROWS: gl.constexpr,
+    D: gl.constexpr, IN_REGISTERS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A consumer's queries: in registers, and their buffer given back, or where they lie."""
+    place = q_at * CONSUMERS + part
+    mbarrier.wait(q_full.index(place), q_phase)
+    tile = q_bufs.index(place).reshape([ROWS, D])
+    if IN_REGISTERS:
+        tile = tile.load(LAYOUT)
+        mbarrier.arrive(q_empty.index(place), count=1)
+    return tile
+
+
+@gluon.jit
+def _walk(
+    acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+    k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
+    MASKED: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, POWER: gl.constexpr,
+    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, SUMS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Key tiles low .. high: their scores, and the values of the tiles one before."""
+    for j in range(low, high):
+        mbarrier.wait(k_full.index(k_at), k_phase)
+        keys = k_bufs.index(k_at).reshape([KEYS, D]).permute((1, 0))
+        s = warpgroup_mma(tile, keys, s, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_at), v_phase)
+        values = v_bufs.index(v_at).reshape([KEYS, D])
+        acc = warpgroup_mma(p, values, acc, use_acc=j > 1, is_async=True)
+        s = warpgroup_mma_wait(1, [s])
+        mbarrier.arrive(k_empty.index(k_at), count=1)
+        k_at, k_phase = _next(k_at, k_phase, STAGES)
+        packed = _weights(
+            s, row, j * KEYS, offset, end, cut, scale, MASKED, CAUSAL, POWER, HAS_THRESHOLD,
+            PRESCALE, S_LAYOUT,
+        )  # fmt: skip
+        if SUMS:
+            total += _row_sums(packed, ROWS, KEYS)
+        # Not in the registers of the weights that the product under way reads.
+        following = gl.convert_layout(packed, P_LAYOUT, assert_trivial=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(v_empty.index(v_at), count=1)
+        v_at, v_phase = _next(v_at, v_phase, STAGES)
+        p = following
+    return acc, s, p, total, k_at, k_phase, v_at, v_phase
+
+
+@gluon.jit
+def _clean(values, spare, col, end, KEYS: gl.constexpr, D: gl.constexpr):
+    """A copy of a value tile in a buffer of the consumer's own, zeros from key `end` on: what
+    padding holds may be NaN, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows = col + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    tile = values.load(layout)
+    zeros = gl.zeros([KEYS, D], tile.dtype, layout)
+    copy = spare.slice(0, KEYS, dim=0)
+    copy.store(gl.where((rows < end)[:, None], tile, zeros))
+    fence_async_shared()
+    gl.thread_barrier()
+    return copy
+
+
+@gluon.jit
+def _row_factor(
+    row, n_q, n_k, end, unit, gamma, h, length_exponent, ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """C_i = unit / (gamma_h * (n_i / 2)^length_exponent), zero where nothing is seen: [ROWS]."""
+    seen = row + n_k - n_q + 1 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    if not CAUSAL:
+        seen = seen * 0 + n_k
+    n = gl.minimum(gl.maximum(seen, 0), end).to(gl.float32)
+    factor = unit * gl.exp2(-length_exponent * gl.log2(gl.maximum(n, 1.0) * 0.5))
+    if gamma is not None:
+        factor = factor / gl.load(gamma + h).to(gl.float32)
+    return gl.where(n > 0, factor, 0.0)
+
+
+@gluon.jit
+def _consumer(
+    out, row_sum, gamma, threshold, lengths, buffers, o_bufs, barriers, items, heads, tiles,
+    n_q, n_k, scale, unit, threshold_value, length_exponent, epsilon,
+    part: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, Q_PLACES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, POWER: gl.constexpr,
+    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, SUMS: gl.constexpr,
+    DIVIDE: gl.constexpr,
+):  # fmt: skip
+    """Rows `part * ROWS ..` of every tile of queries."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    q_bufs, k_bufs, v_bufs = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    spare = o_bufs.index(part)
+    offset = n_k - n_q
+    turns = _turns(items, CAUSAL)
+    k_at = 0
+    k_phase = 0
+    v_at = 0
+    v_phase = 0
+    q_at = 0
+    q_phase = 0
+    s = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
+    acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+
+    tile = _queries(q_bufs, q_full, q_empty, 0, 0, part, ROWS, D, Q_REGISTERS, q_layout)
+    mbarrier.wait(k_full.index(0), 0)
+    keys = k_bufs.index(0).reshape([KEYS, D]).permute((1, 0))
+    s = warpgroup_mma(tile, keys, s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    for turn in range(0, turns):
+        b, h, index = _place(turn, items, heads, tiles, CAUSAL)
+        row = index * (CONSUMERS * ROWS)
+        end = _end(lengths, b, n_k)
+        count, _ = _key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
+        row += part * ROWS
+        mine, whole = _key_tiles(row, n_q, n_k, end, ROWS, KEYS, CAUSAL, TAIL)
+        cut = threshold_value
+        if threshold is not None:
+            cut = gl.load(threshold + h).to(gl.float32)
+        if not PRESCALE:
+            cut = cut / scale
+        # Scores of the first tile are there.
+        mbarrier.arrive(k_empty.index(k_at), count=1)
+        k_at, k_phase = _next(k_at, k_phase, STAGES)
+        packed = _weights(
+            s, row, 0, offset, end, cut, scale, CAUSAL or TAIL, CAUSAL, POWER, HAS_THRESHOLD,
+            PRESCALE, s_layout,
+        )  # fmt: skip
+        total = 0.0
+        if SUMS:
+            total = _row_sums(packed, ROWS, KEYS)
+        p = gl.convert_layout(packed, p_layout, assert_trivial=True)
+        low = 1
+        high = mine
+        for edge in gl.static_range(2 if CAUSAL or TAIL else 1):
+            if CAUSAL or TAIL:
+                if edge == 0:
+                    high = whole
+                else:
+                    low = gl.maximum(whole, 1)
+                    high = mine
+            acc, s, p, total, k_at, k_phase, v_at, v_phase = _walk(
+                acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+                k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
+                edge == 1, D, ROWS, KEYS, STAGES, CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, SUMS,
+                s_layout, p_layout,
+            )  # fmt: skip
+        if not Q_REGISTERS:
+            mbarrier.arrive(q_empty.index(q_at * CONSUMERS + part), count=1)
+        mbarrier.wait(v_full.index(v_at), v_phase)
+        values = v_bufs.index(v_at).reshape([KEYS, D])
+        if lengths is not None:
+            # The store of the tile before must have read the buffer: thread 0 knows.
+            tma.store_wait(0)
+            gl.thread_barrier()
+            values = _clean(values, spare.reshape([ROWS, D]), (mine - 1) * KEYS, end, KEYS, D)
+        acc = warpgroup_mma(p, values, acc, use_acc=mine > 1, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(v_empty.index(v_at), count=1)
+        v_at, v_phase = _next(v_at, v_phase, STAGES)
+        # Tiles that only the other consumer needs: give them back unread, in order.
+        for _ in range(mine, count):
+            mbarrier.wait(k_full.index(k_at), k_phase)
+            mbarrier.arrive(k_empty.index(k_at), count=1)
+            k_at, k_phase = _next(k_at, k_phase, STAGES)
+            mbarrier.wait(v_full.index(v_at), v_phase)
+            mbarrier.arrive(v_empty.index(v_at), count=1)
+            v_at, v_phase = _next(v_at, v_phase, STAGES)
+        # The first scores of the next tile are under way while this one's output is written.
+        q_at, q_phase = _next(q_at, q_phase, Q_PLACES)
+        tile = _queries(
+            q_bufs, q_full, q_empty, q_at, q_phase, part, ROWS, D, Q_REGISTERS, q_layout
+        )
+        mbarrier.wait(k_full.index(k_at), k_phase)
+        keys = k_bufs.index(k_at).reshape([KEYS, D]).permute((1, 0))
+        s = warpgroup_mma(tile, keys, s, use_acc=False, is_async=True)
+
+        factor = _row_factor(
+            row, n_q, n_k, end, unit, gamma, h, length_exponent, ROWS, CAUSAL, o_layout
+        )
+        row_scale = factor
+        if SUMS:
+            sums = factor * gl.convert_layout(gl.sum(total, 1), row_layout)
+            if DIVIDE:
+                row_scale = factor / (sums + epsilon)
+            rows = row + gl.arange(0, ROWS, row_layout)
+            places = row_sum + (b * heads + h).to(gl.int64) * n_q + rows
+            gl.store(places, sums, mask=rows < n_q)
+        tma.store_wait(0)
+        gl.thread_barrier()
+        spare.reshape([ROWS, D]).store((acc * row_scale[:, None]).to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(out, [b, h, row, 0], spare)
+        s = warpgroup_mma_wait(0, [s])
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["items", "heads", "tiles", "n_q", "n_k"])
+def specialised_kernel(
+    q, k, v, out, row_sum, gamma, threshold, lengths, items, heads, tiles, n_q, n_k, scale,
+    unit, threshold_value, length_exponent, epsilon,
+    GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
+    POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
+    SUMS: gl.constexpr, DIVIDE: gl.constexpr,
+):  # fmt: skip
+    """Output tiles of [B, H, Tq, D] and, with `SUMS`, row sums [B, H, Tq]; see `forward_kernel`."""
+    TAIL: gl.constexpr = HAS_THRESHOLD or lengths is not None
+    Q_PLACES: gl.constexpr = 1 if Q_REGISTERS else 2
+    Q_TILES: gl.constexpr = Q_PLACES * CONSUMERS
+    q_bufs = gl.allocate_shared_memory(q.dtype, [Q_TILES, 1, 1, ROWS, D], q.layout)
+    o_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], out.layout)
+    k_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, KEYS, D], k.layout)
+    v_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, KEYS, D], v.layout)
+    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], bar_layout)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], bar_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    for i in gl.static_range(Q_TILES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    gl.thread_barrier()
+    buffers = (q_bufs, k_bufs, v_bufs)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    # Constants must stand in the lists themselves: in a variable they would become tensors.
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out, row_sum, gamma, threshold, lengths, buffers, o_bufs, barriers, items, heads,
+                tiles, n_q, n_k, scale, unit, threshold_value, length_exponent, epsilon, 0, D,
+                ROWS, KEYS, STAGES, Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD,
+                PRESCALE, SUMS, DIVIDE,
+            )),
+            (_consumer, (
+                out, row_sum, gamma, threshold, lengths, buffers, o_bufs, barriers, items, heads,
+                tiles, n_q, n_k, scale, unit, threshold_value, length_exponent, epsilon, 1, D,
+                ROWS, KEYS, STAGES, Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD,
+                PRESCALE, SUMS, DIVIDE,
+            )),
+            (_producer, (
+                q, k, v, lengths, buffers, barriers, items, heads, tiles, n_q, n_k, GROUP, D,
+                ROWS, KEYS, STAGES, Q_PLACES, CAUSAL, TAIL,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

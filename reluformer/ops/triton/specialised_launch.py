@@ -1,0 +1,138 @@
+"""Host side of the specialised forward: which calls it serves, and how it is launched."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from reluformer.ops.triton import tiles
+from reluformer.ops.triton.launcher import Launch, View, use_descriptors, view
+from reluformer.ops.triton.problem import Problem, interpreting
+
+# Gluon is young: only versions on which the tests have run on a GPU.
+_TESTED = triton.__version__.startswith("3.6.")
+# So many queries and keys it takes to pay.
+_FROM = 512
+
+
+class Tile(NamedTuple):
+    """Rows of each consumer, keys of a tile, buffers for keys and for values, and whether queries
+    are held in registers or in shared memory."""
+
+    rows: int
+    keys: int
+    stages: int
+    q_registers: bool
+
+
+TILES = {64: Tile(128, 64, 4, False), 128: Tile(64, 64, 4, True)}
+"""By width of a head (benchmarks/tiles.py does not search these)."""
+
+
+class SpecialisedLaunch(Launch):
+    """A launch of the specialised kernel that is called like one of the forward kernel."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        tile: tiles.Tile,
+        programs: int,
+        tiled: Sequence[tuple[Tensor, int]],
+        numbers: Sequence[float | None],
+        switches: dict[str, Any],
+    ) -> None:
+        # All go through descriptors, so that the kernel takes no strides.
+        super().__init__(kernel, tile, programs, [], numbers, switches)
+        self.views = [view(tensor, rows) for tensor, rows in tiled]
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *_ = tensors
+        super().__call__(q, k, v, out, row_sum, gamma, threshold, lengths)
+
+    def describe(self, tensor: Tensor | None, shape: View) -> Any:
+        """The descriptor that Gluon's kernels take."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        return TensorDescriptor(tensor, *shape, layout)
+
+
+def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
+    """Whether the specialised kernel serves the call, and pays."""
+    forced = tiles.current().specialised
+    if forced is False or any(name == "forward" for name, _ in tiles.current().tiles):
+        return False
+    if statistics > 1 or problem.packed or problem.mask is not None:
+        return False
+    if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
+        return False
+    width = problem.q.shape[-1]
+    if width != problem.v.shape[-1] or width not in TILES:
+        return False
+    if not use_descriptors((problem.q, problem.k, problem.v, out)):
+        return False
+    if forced:
+        return True
+    if not _TESTED or interpreting() or not _on_hopper(out):
+        return False
+    enough = _items(problem, TILES[width]) >= _multiprocessors(problem.q.get_device())
+    return enough and min(problem.max_q, problem.max_k) >= _FROM
+
+
+def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunch:
+    """The launch for a call that it suits."""
+    from reluformer.ops.triton.specialised import specialised_kernel
+
+    q, k, v = problem.q, problem.k, problem.v
+    width = q.shape[-1]
+    tile = TILES[width]
+    items = _items(problem, tile)
+    like = tiles.Tile(tile.rows, tile.keys, 4, tile.stages)
+    shared = problem.switches(like)
+    named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "DIVIDE", "num_warps")
+    return SpecialisedLaunch(
+        specialised_kernel,
+        like,
+        min(items, _multiprocessors(q.get_device())),
+        [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
+        (
+            items, q.shape[1], _tiles(problem, tile), problem.max_q, problem.max_k, problem.scale,
+            problem.unit, problem.threshold_value, problem.length_exponent, problem.epsilon,
+        ),
+        {
+            **{name: shared[name] for name in named},
+            "ROWS": tile.rows,
+            "KEYS": tile.keys,
+            "STAGES": tile.stages,
+            "Q_REGISTERS": tile.q_registers,
+            "SUMS": statistics == 1,
+        },
+    )  # fmt: skip
+
+
+def _on_hopper(tensor: Tensor) -> bool:
+    if not tensor.is_cuda or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) == (9, 0)
+
+
+def _tiles(problem: Problem, tile: Tile) -> int:
+    """Of queries, both consumers' rows in one."""
+    return int(triton.cdiv(problem.max_q, 2 * tile.rows))
+
+
+def _items(problem: Problem, tile: Tile) -> int:
+    """Tiles, or pairs of them where rows see different numbers of keys."""
+    count = _tiles(problem, tile)
+    each = triton.cdiv(count, 2) if problem.causal else count
+    return int(problem.q.shape[0] * problem.q.shape[1] * each)
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    """Of a GPU; of an H200 where there is none, to compile."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132

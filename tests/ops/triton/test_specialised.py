@@ -1,0 +1,226 @@
+"""The specialised forward against the formula: in slow motion, and on the device (`-m gpu`)."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reluformer import relu_attention
+from reluformer.ops.triton import launcher, op, tiles
+from reluformer.ops.triton.specialised_launch import SpecialisedLaunch
+from tests.ops.rectified import Case, arguments
+from tests.ops.rectified import check as check_gradients
+from tests.ops.triton import slow_motion
+
+FILE = Path(__file__).parents[3] / "reluformer" / "ops" / "triton" / "specialised.py"
+SOURCE = slow_motion.kernels(FILE)
+ROWS, KEYS, WIDTH, STAGES, BATCH = 16, 16, 16, 2, 2
+
+
+def run(
+    queries: int,
+    keys: int,
+    programs: int,
+    *,
+    causal: bool,
+    power: int,
+    threshold: float | None,
+    lengths: tuple[int, ...] | None,
+    group: int,
+    sums: bool,
+    divide: bool,
+    in_registers: bool,
+    seed: int,
+    source: dict[str, Any] = SOURCE,
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    """(output, row sums, what the reference gives) of a small call."""
+    torch.manual_seed(seed)
+    heads = 2 * group
+    q = torch.randn(BATCH, heads, queries, WIDTH).bfloat16()
+    k, v = (torch.randn(BATCH, heads // group, keys, WIDTH).bfloat16() for _ in range(2))
+    if lengths is not None:
+        for b, length in enumerate(lengths):
+            k[b, :, length:] = v[b, :, length:] = float("nan")
+    out = torch.full_like(q, float("nan"))
+    row_sum = torch.full((BATCH, heads, queries), float("nan")) if sums else None
+    tiles = math.ceil(queries / (2 * ROWS))
+    items = BATCH * heads * (math.ceil(tiles / 2) if causal else tiles)
+    pointers = [
+        None if each is None else slow_motion.Pointer(each)
+        for each in (
+            row_sum,
+            torch.tensor([0.5 + 0.25 * h for h in range(heads)]),
+            None if threshold is None else torch.full((heads,), threshold),
+            None if lengths is None else torch.tensor(lengths),
+        )
+    ]
+    scale = WIDTH**-0.5
+    slow_motion.launch(
+        source["specialised_kernel"], min(programs, items),
+        slow_motion.Descriptor(q, ROWS), slow_motion.Descriptor(k, KEYS),
+        slow_motion.Descriptor(v, KEYS), slow_motion.Descriptor(out, ROWS), *pointers,
+        items, heads, tiles, queries, keys, scale, 1.0 if power > 2 else scale**power, 0.0, 0.5,
+        1e-3 if divide else None,
+        seed=seed, GROUP=group, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
+        Q_REGISTERS=in_registers, CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None,
+        PRESCALE=power > 2, SUMS=sums, DIVIDE=divide,
+    )  # fmt: skip
+    exact = (each.nan_to_num().double() for each in (q, k, v))
+    expected = relu_attention(
+        *exact, scale=scale, causal=causal, power=power,
+        gamma=torch.tensor([0.5 + 0.25 * h for h in range(heads)]).double(),
+        threshold=threshold or 0.0, normalise=1e-3 if divide else None,
+        key_lengths=None if lengths is None else torch.tensor(lengths),
+        return_sums="row_sum", impl="reference",
+    )  # fmt: skip
+    return out, row_sum, expected
+
+
+def check(*args: int, **options: Any) -> None:
+    out, row_sum, expected = run(*args, **options)
+    far = (out.double() - expected.output).norm() / expected.output.norm().clamp_min(1e-9)
+    assert far < 6e-3
+    if row_sum is not None:
+        wanted = expected.sums.row_sum
+        assert (row_sum.double() - wanted).norm() / wanted.norm().clamp_min(1e-9) < 6e-3
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    queries=st.integers(1, 150),
+    keys=st.integers(1, 100),
+    programs=st.integers(1, 5),
+    causal=st.booleans(),
+    power=st.sampled_from((1, 2, 3, 4, 8)),
+    threshold=st.sampled_from((None, -0.5, 0.25)),
+    padded=st.booleans(),
+    group=st.sampled_from((1, 2)),
+    sums=st.sampled_from(("none", "sums", "divided")),
+    in_registers=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_matches_the_formula_whatever_comes_late(
+    queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
+    padded: bool, group: int, sums: str, in_registers: bool, seed: int,
+) -> None:  # fmt: skip
+    lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
+    check(
+        queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
+        group=group, sums=sums != "none", divide=sums == "divided", in_registers=in_registers,
+        seed=seed,
+    )  # fmt: skip
+
+
+RELEASE_V = "mbarrier.arrive(v_empty.index(v_at), count=1)"
+# Each is a mistake that a GPU might forgive on most days.
+MISTAKES = {
+    "values released before they are read": (
+        f"        acc = warpgroup_mma_wait(0, [acc])\n        {RELEASE_V}",
+        f"        {RELEASE_V}\n        acc = warpgroup_mma_wait(0, [acc])",
+    ),
+    "a full buffer is filled again": ("    k_phase = 1\n", "    k_phase = 0\n"),
+    "unread tiles are kept": ("for _ in range(mine, count):", "for _ in range(mine, mine):"),
+    "values of padding are read": ("            values = _clean(", "            _clean("),
+    "an output is overwritten before it is stored": (
+        "        tma.store_wait(0)\n        gl.thread_barrier()\n        spare",
+        "        gl.thread_barrier()\n        spare",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_motion, "PATIENCE", 0.5)
+    broken = slow_motion.kernels(FILE, MISTAKES[name])
+    lengths = (90, 61) if "padding" in name else None
+    options: dict[str, Any] = {
+        "causal": True, "power": 1, "threshold": None, "lengths": lengths, "group": 1,
+        "sums": False, "divide": False, "in_registers": False, "seed": 3,
+    }  # fmt: skip
+    check(100, 100, 2, **options)
+    with pytest.raises(AssertionError):
+        check(100, 100, 2, **options, source=broken)
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+MODEL = {"power": 8, "threshold": (-8.0, -4.0), "normalise": 1e-4, "statistics": 1}
+CASES = [
+    Case("full", statistics=1),
+    Case("causal", causal=True, gamma=True),
+    Case("groups", heads=4, kv_heads=2, causal=True, gamma=True, threshold=0.3, statistics=1),
+    Case("padding", batch=3, key_lengths=(0, 45, 10**6)),
+    Case("squared", power=2, causal=True, threshold=(0.4, -0.3)),
+    Case("cubed", power=3, threshold=-2.0),
+    Case("model", **MODEL),
+    Case("causal model with padding", batch=2, causal=True, key_lengths=(10**6, 70), **MODEL),
+]
+
+
+# One, two and three tiles of keys, parts of tiles, more queries than keys.
+LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024, 1024))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_formula_on_the_device(case: Case, width: int) -> None:
+    launcher.LAUNCHES.clear()
+    for queries, keys in (
+        (1, 1),
+        (64, 64),
+        (130, 65),
+        (70, 700),
+        (700, 130),
+        (283, 301),
+        (1024, 1024),
+    ):
+        lengths = case.key_lengths and tuple(min(each, keys) for each in case.key_lengths)
+        odd = replace(
+            case, queries=queries, keys=keys, width=width, value_width=width, key_lengths=lengths
+        )
+        for transposed in (True, False):
+            given = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
+            with tiles.override(specialised=True):
+                check_gradients(op.rectified_attention, given, 9e-3, 18e-3)
+    assert any(isinstance(each, SpecialisedLaunch) for each in launcher.LAUNCHES.values())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_a_program_give_what_the_plain_kernel_gives(width: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(16, 1111, 16, width, device="cuda").bfloat16() for _ in range(3))
+    options = {"causal": causal, "impl": "triton", "return_sums": "row_sum"}
+    launcher.LAUNCHES.clear()
+    results = []
+    for specialised in (None, None, False):
+        with tiles.override(specialised=specialised):
+            made = relu_attention(*(each.transpose(1, 2) for each in (q, k, v)), **options)
+            results.append((made.output, made.sums.row_sum))
+    # By choice at this size.
+    assert any(isinstance(each, SpecialisedLaunch) for each in launcher.LAUNCHES.values())
+    assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
+    for found, plain in zip(results[0], results[2], strict=True):
+        assert (found.float() - plain.float()).norm() <= 2e-3 * plain.float().norm()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_runs_in_a_graph_without_having_run_before() -> None:
+    q, k, v = (torch.randn(8, 32, 700, 64, device="cuda").bfloat16() for _ in range(3))
+    launcher.LAUNCHES.clear()
+    eager = relu_attention(q, k, v, causal=True, impl="triton")
+    launcher.LAUNCHES.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = relu_attention(q, k, v, causal=True, impl="triton")
+    graph.replay()
+    assert torch.equal(captured, eager)
