@@ -209,6 +209,18 @@ def _queries(
 
 
 @gluon.jit
+def _opaque(x):
+    """The same number, of which the assembler does not know that it is the same.
+
+    It keeps addresses of a loop's operands for the loop after it even where the first ran no turn
+    and never made them (CUDA 12.8's, which Triton 3.6 brings).
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _walk(
     acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
     k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
@@ -341,6 +353,8 @@ def _consumer(
                 else:
                     low = gl.maximum(whole, 1)
                     high = mine
+                    if not Q_REGISTERS:
+                        tile = q_bufs.index(_opaque(q_at) * CONSUMERS + part).reshape([ROWS, D])
             acc, s, p, total, k_at, k_phase, v_at, v_phase = _walk(
                 acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
                 k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
@@ -363,10 +377,12 @@ def _consumer(
         # Tiles that only the other consumer needs: give them back unread, in order.
         for _ in range(mine, count):
             mbarrier.wait(k_full.index(k_at), k_phase)
-            mbarrier.arrive(k_empty.index(k_at), count=1)
-            k_at, k_phase = _next(k_at, k_phase, STAGES)
             mbarrier.wait(v_full.index(v_at), v_phase)
+            # Not before all warps have seen this phase: a late one would wait for the next but one.
+            gl.thread_barrier()
+            mbarrier.arrive(k_empty.index(k_at), count=1)
             mbarrier.arrive(v_empty.index(v_at), count=1)
+            k_at, k_phase = _next(k_at, k_phase, STAGES)
             v_at, v_phase = _next(v_at, v_phase, STAGES)
         # The first scores of the next tile are under way while this one's output is written.
         q_at, q_phase = _next(q_at, q_phase, Q_PLACES)

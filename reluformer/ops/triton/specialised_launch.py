@@ -14,8 +14,9 @@ from reluformer.ops.triton.problem import Problem, interpreting
 
 # Gluon is young: only versions on which the tests have run on a GPU.
 _TESTED = triton.__version__.startswith("3.6.")
-# So many queries and keys it takes to pay.
-_FROM = 512
+# So many queries and keys it takes to pay, and of causal calls; of width 64 with powers, for which
+# two groups of warps have few instructions to spare.
+_FROM, _CAUSAL_FROM, _POWERS_FROM = 256, 512, 2048
 
 
 class Tile(NamedTuple):
@@ -79,8 +80,11 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
         return True
     if not _TESTED or interpreting() or not _on_hopper(out):
         return False
+    least = _FROM
+    if problem.causal:
+        least = _POWERS_FROM if width == 64 and problem.power > 1 else _CAUSAL_FROM
     enough = _items(problem, TILES[width]) >= _multiprocessors(problem.q.get_device())
-    return enough and min(problem.max_q, problem.max_k) >= _FROM
+    return enough and min(problem.max_q, problem.max_k) >= least
 
 
 def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunch:

@@ -193,6 +193,8 @@ def _assembly(code: str, constraints: str, args: list[Any], dtype: Any, **_: Any
         return x.clamp(min=0).to(dtype)
     if code.startswith("add.rn.bf16x2"):
         return x + others[0]
+    if code.startswith("mov.b32"):
+        return torch.as_tensor(x)
     assert code.startswith("shl.b32"), code
     return x.to(dtype)
 

@@ -19,7 +19,7 @@ from tests.ops.triton import slow_motion
 
 FILE = Path(__file__).parents[3] / "reluformer" / "ops" / "triton" / "specialised.py"
 SOURCE = slow_motion.kernels(FILE)
-ROWS, KEYS, WIDTH, STAGES, BATCH = 16, 16, 16, 2, 2
+ROWS, KEYS, WIDTH, STAGES, BATCH = 32, 16, 16, 2, 2
 
 
 def run(
