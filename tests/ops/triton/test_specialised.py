@@ -173,7 +173,7 @@ def test_matches_the_formula_on_the_device(case: Case, width: int) -> None:
     launcher.LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and case.gamma:
-            # Its gradient is a sum over one row, which can cancel: rounding the output is all of it.
+            # Its gradient is a sum over one row, which can cancel: rounding is all of it.
             continue
         lengths = case.key_lengths and tuple(min(each, keys) for each in case.key_lengths)
         odd = replace(
