@@ -1,4 +1,4 @@
-"""Rectified attention on the CPU: plain torch, in one piece or in tiles.
+"""Rectified attention on the CPU: compiled kernels where built, else plain torch.
 
 Without softmax a tile needs no running maximum and no rescaling: its product with the values is
 simply added. As on the GPU no product knows scale or normaliser; with x = max(q.k - t, 0) a weight
@@ -9,6 +9,9 @@ Few query rows (decoding) are two products over whole tables. So are short seque
 whose x the backward pass reads again, and calls with a mask or dropout, which are quadratic in the
 length by themselves. All others go by tiles that stay in the cache, with memory linear in the
 lengths: there padding is rows of zeros, which weigh nothing, and the causal edge is a triangle.
+
+The kernels of `reluformer.ops.native` do the same without tables, faster. They run what they
+support, asked beforehand; masks, dropout, float64 and sums of w log w stay here.
 """
 
 import math
@@ -21,6 +24,7 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops import cpu_tiles as tiles
 from reluformer.ops.dispatch import learns
+from reluformer.ops.native import calls as native
 from reluformer.ops.rule import POWERS, POWERS_IN_WORDS
 from reluformer.ops.visibility import Visibility
 
@@ -76,6 +80,8 @@ def rectified_attention(
     ]
     trained = learns(q, k, v, *per_head)
     short = n_q < tiles.MANY_ROWS or (trained and n_q * n_k <= tiles.SHORT)
+    masked = mask is not None or dropout_p > 0
+    compiled = native.supports(q, k, v, trained=trained, masked=masked, statistics=statistics)
     plan = tiles.Plan(
         scale,
         float(gamma) if per_head[0] is None else 1.0,
@@ -88,8 +94,9 @@ def rectified_attention(
         normalise or 0.0,
         n_k,
         n_k - n_q,
-        short or mask is not None or dropout_p > 0,
+        short or masked,
         trained,
+        compiled,
     )
     with _no_autocast():
         if trained:
@@ -118,6 +125,10 @@ def _forward(
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], tuple[Any, ...]]:
     """Output, row sums and sums of w log w; then C, and x and what dropout kept if in one piece."""
     opening = _opening(plan, q, threshold)
+    if plan.compiled:
+        factor = _factor(plan, q, gamma, None)
+        out, sums = native.forward(plan, q, k, v, opening, factor)
+        return (out, sums, None), (factor, None, None)
     tables_q, tables_k, tables_v = _tables(plan, q, k, v, opening)
     sums = logs = x = kept = visible = None
     if plan.statistics:
@@ -174,27 +185,22 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         q, k, v, gamma, threshold, x, kept, out, sums, logs = ctx.saved_tensors
         plan, factor, exact = ctx.plan, ctx.factor, _sum_dtype(q)
-        width, groups = q.shape[-1], q.shape[1] // k.shape[1]
         if grad is None:
             grad = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        tables = _tables(plan, q, k, v, _opening(plan, q, threshold))
         ratio = _divided(plan, factor, sums)
         dot: Any = None if out is None else (out.to(exact) * grad.to(exact)).sum(-1)
-        scaled = _grouped((grad * _column(ratio)).to(q.dtype).contiguous(), groups)
         constant, slope = _row_terms(plan, factor, grad_sum, grad_log)
         if plan.normalise:
             # What arrives at a row's sum because the row is divided by it.
             through = -dot * ratio
             constant = through if constant is None else constant + through
-        terms = [
-            None if each is None else _grouped(each, groups).to(q.dtype)
-            for each in (constant, slope)
-        ]
-        with _no_autocast():
-            if plan.whole:
-                dq, dk, dv = tiles.whole_gradients(plan, *tables, scaled, terms, x, kept)
-            else:
-                dq, dk, dv = tiles.tiled_gradients(plan, *tables, scaled, terms)
+        opening = _opening(plan, q, threshold)
+        shift: Tensor | None
+        if plan.compiled:
+            dq, dk, dv, shift = native.backward(plan, q, k, v, opening, grad, ratio, constant)
+        else:
+            given = (grad, ratio, constant, slope)
+            dq, dk, dv, shift = _by_tiles(plan, q, k, v, opening, given, x, kept)
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:
             if plan.normalise:
@@ -206,11 +212,42 @@ class _Attention(torch.autograd.Function):
                 dot += grad_log * (sums + logs)
             d_gamma = (-dot.sum((0, 2)) / gamma).to(gamma.dtype)
         if ctx.needs_input_grad[5]:
-            # The threshold's column meets a one in every key, so its gradient is the sum of dS.
-            shift = dq[..., width].reshape(q.shape[:3]).sum((0, 2), dtype=exact)
-            d_threshold = (-shift / plan.scale).to(threshold.dtype)
-        dq = dq[..., :width].to(q.dtype).reshape(q.shape)
-        return None, dq, _like(dk[..., :width], k), _like(dv, v), d_gamma, d_threshold
+            assert shift is not None
+            d_threshold = (-shift.sum(0) / plan.scale).to(threshold.dtype)
+        return None, dq, dk, dv, d_gamma, d_threshold
+
+
+def _by_tiles(
+    plan: tiles.Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    opening: Tensor | None,
+    given: tuple[Tensor, Tensor | float, Tensor | None, Tensor | None],
+    x: Tensor | None,
+    kept: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k and v, and the sum of those of all scores [B, H] if there is an opening.
+
+    given is the output's gradient, what multiplies its rows, and the rows' terms.
+    """
+    width, groups = q.shape[-1], q.shape[1] // k.shape[1]
+    grad, ratio, *rows = given
+    tables = _tables(plan, q, k, v, opening)
+    scaled = _grouped((grad * _column(ratio)).to(q.dtype).contiguous(), groups)
+    terms = [None if each is None else _grouped(each, groups).to(q.dtype) for each in rows]
+    with _no_autocast():
+        if plan.whole:
+            assert x is not None
+            dq, dk, dv = tiles.whole_gradients(plan, *tables, scaled, terms, x, kept)
+        else:
+            dq, dk, dv = tiles.tiled_gradients(plan, *tables, scaled, terms)
+    shift = None
+    if opening is not None:
+        # Its column meets a one in every key, so what arrives there is the sum of dS.
+        shift = dq[..., width].reshape(q.shape[:3]).sum(2, dtype=_sum_dtype(q))
+    dq = dq[..., :width].to(q.dtype).reshape(q.shape)
+    return dq, _like(dk[..., :width], k), _like(dv, v), shift
 
 
 def _sum_dtype(q: Tensor) -> torch.dtype:

@@ -52,6 +52,8 @@ class Plan(NamedTuple):
     whole: bool
     """Whether there is one tile."""
     trained: bool
+    compiled: bool
+    """Whether the compiled kernels run it, not these tiles."""
 
     def band(self, rows: slice, keys: slice) -> tuple[int, int]:
         """The least and the greatest (key - row), counted within the tile, that is visible."""

@@ -6,9 +6,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether nobody watches operators: no compiler, no subclass (a fake), no dispatch mode."""
+    """Whether nobody watches operators: no compiler, subclass (a fake), dispatch mode or vmap."""
     return not (
-        torch.compiler.is_compiling() or type(tensor) is not Tensor or is_in_torch_dispatch_mode()
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
     )
 
 

@@ -1,0 +1,229 @@
+// Gradients of q, k and v in one pass over the scores, by tiles that lie on their side: a row for
+// each key. Then the weights and their gradients are, as they come, what the products with the
+// gradient of the output, with q and with k need.
+//
+// A unit of work is a key head's share of keys. It owns the gradients of those keys; those of q are
+// added up over the shares, always in the same order.
+#pragma once
+
+#include "problem.h"
+
+#include <atomic>
+
+template <class T>
+struct Backward {
+  using P = Products<T>;
+  static constexpr int64_t KEYS = P::BACK_KEYS, ROWS = P::BACK_ROWS;
+
+  const Problem& p;
+  int64_t width = up_to(p.width, P::UNIT), value_width = up_to(p.value_width, P::UNIT);
+  int64_t groups = p.heads / p.key_heads, tables = p.batch * p.key_heads;
+  int64_t rows = up_to(p.rows, ROWS), splits, share;
+
+  explicit Backward(const Problem& problem) : p(problem) {
+    splits = clipped(up_to(2 * p.threads, tables) / tables, 1, p.keys / 512 + 1);
+    share = up_to((p.keys + splits - 1) / splits, KEYS);
+  }
+
+  struct Room {
+    // All rows of a head, each kind packed by blocks of rows; then a panel of keys.
+    T *q_flipped, *q, *grad_flipped, *grad, *grad_rows;
+    T *keys, *values, *keys_packed, *keys_flipped;
+    // A tile: weights, and gradients of the scores as left and as right factor.
+    float *scores, *slopes;
+    T *weights, *left, *right;
+    float *dk, *dv;
+  };
+
+  Room room(Memory& memory) const {
+    constexpr bool IN_PLACE = std::is_same_v<T, float>;
+    Room r;
+    r.q_flipped = memory.take<T>(rows * width);
+    r.q = memory.take<T>(rows * width);
+    r.grad_flipped = memory.take<T>(rows * value_width);
+    r.grad = memory.take<T>(rows * value_width);
+    r.grad_rows = memory.take<T>(ROWS * value_width);
+    r.keys = memory.take<T>(KEYS * width);
+    r.values = memory.take<T>(KEYS * value_width);
+    r.keys_packed = memory.take<T>(KEYS * width);
+    r.keys_flipped = memory.take<T>(KEYS * width);
+    r.scores = memory.take<float>(KEYS * ROWS);
+    r.slopes = memory.take<float>(KEYS * ROWS);
+    r.weights = IN_PLACE ? (T*)r.scores : memory.take<T>(KEYS * ROWS);
+    r.left = IN_PLACE ? (T*)r.slopes : memory.take<T>(KEYS * ROWS);
+    r.right = IN_PLACE ? (T*)r.slopes : memory.take<T>(KEYS * ROWS);
+    r.dk = memory.take<float>(share * width);
+    r.dv = memory.take<float>(share * value_width);
+    return r;
+  }
+
+  int64_t room_size() const {
+    Memory counted(nullptr);
+    room(counted);
+    return counted.size;
+  }
+
+  // Gradients of q, [splits, B, H] tables of blocks [width, ROWS], and sums of those of the scores.
+  int64_t dq_size() const { return rows * width; }
+  int64_t heads() const { return p.batch * p.heads; }
+  float* dq_room(Memory& memory) const { return memory.take<float>(splits * heads() * dq_size()); }
+  double* shift_room(Memory& memory) const { return memory.take<double>(splits * heads()); }
+
+  int64_t size() const {
+    Memory counted(nullptr);
+    dq_room(counted);
+    shift_room(counted);
+    return counted.size + p.threads * room_size();
+  }
+
+  void pack_rows(const Room& r, int64_t b, int64_t h) const {
+    for (int64_t i = 0; i < rows; i += ROWS) {
+      int64_t count = clipped(p.rows - i, 0, ROWS);
+      const T* q = at<T>(p.q, p.q_strides, b, h, i);
+      P::pack_transpose(r.q_flipped + i * width, ROWS, q, p.q_strides[2], count, p.width);
+      P::pack(r.q + i * width, width, q, p.q_strides[2], count, ROWS, p.width);
+      for (int64_t c = 0; c < count; c++) {
+        const T* grad = at<T>(p.grad, p.grad_strides, b, h, i + c);
+        float factor = factor_of(p, b, h, i + c);
+        for (int64_t e = 0; e < p.value_width; e++)
+          r.grad_rows[c * value_width + e] = narrow<T>(wide(grad[e]) * factor);
+      }
+      P::pack_transpose(r.grad_flipped + i * value_width, ROWS, r.grad_rows, value_width, count,
+                        p.value_width);
+      P::pack(r.grad + i * value_width, value_width, r.grad_rows, value_width, count, ROWS,
+              p.value_width);
+    }
+  }
+
+  void pack_keys(const Room& r, int64_t b, int64_t kv, int64_t key, int64_t count) const {
+    static_assert(KEYS % P::UNIT == 0 && ROWS % P::UNIT == 0);
+    const T* k = at<T>(p.k, p.k_strides, b, kv, key);
+    copy(r.keys, width, k, p.k_strides[2], count, KEYS, p.width);
+    P::pack_transpose(r.keys_packed, KEYS, k, p.k_strides[2], count, p.width);
+    copy(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], count, KEYS,
+         p.value_width);
+  }
+
+  // Scores become weights, and gradients of weights those of scores, whose sum is returned.
+  template <int POWER>
+  float weigh(const Room& r, int64_t b, int64_t key, int64_t row, float opening,
+              const float* constant) const {
+    vec total{};
+    for (int64_t j = 0; j < KEYS; j += 2) {
+      Range seen[2] = {rows_of(p, b, key + j), rows_of(p, b, key + j + 1)};
+      for (int64_t i = 0; i < ROWS; i += LANES) {
+        vec ds[2];
+        for (int o = 0; o < 2; o++) {
+          int64_t here = (j + o) * ROWS + i, from = seen[o].from - row - i, to = seen[o].to - row - i;
+          vec x = P::rectified(load(r.scores + here) + opening);
+          if (from > 0 || to < LANES) {
+            ints number = count_from(0);
+            x = (number >= int32_t(clipped(from, 0, LANES))) & (number < int32_t(clipped(to, 0, LANES)))
+                    ? x
+                    : vec{};
+          }
+          vec slope = load(r.slopes + here);
+          if (constant) slope += load(constant + i);
+          slope *= raised<POWER - 1>(x) * float(POWER);
+          ds[o] = x == 0 ? vec{} : slope;
+          total += ds[o];
+          P::put(r.weights + here, raised<POWER>(x));
+          if constexpr (!std::is_same_v<T, float>) P::put(r.left + here, ds[o]);
+        }
+        P::put_pair(r.right + j * ROWS + i * (std::is_same_v<T, float> ? 1 : 2), ROWS, ds[0],
+                    ds[1]);
+      }
+    }
+    return sum(total);
+  }
+
+  void unit(const Room& r, int64_t number, float* dq_all, double* shift) const {
+    int64_t split = number % splits, table = number / splits;
+    int64_t b = table / p.key_heads, kv = table % p.key_heads;
+    int64_t first = split * share, last = std::min(first + share, p.keys);
+    int64_t held = std::min(last, keys_held(p, b));
+    memset(r.dk, 0, share * width * sizeof(float));
+    memset(r.dv, 0, share * value_width * sizeof(float));
+    for (int64_t h = kv * groups; h < (kv + 1) * groups; h++) {
+      int64_t head = (split * p.batch + b) * p.heads + h;
+      float* dq = dq_all + head * dq_size();
+      memset(dq, 0, dq_size() * sizeof(float));
+      shift[head] = 0;
+      pack_rows(r, b, h);
+      for (int64_t key = first; key < held; key += KEYS)
+        shift[head] += panel(r, b, kv, h, key, std::min(KEYS, held - key), dq,
+                                    r.dk + (key - first) * width,
+                                    r.dv + (key - first) * value_width);
+    }
+    for (int64_t key = first; key < last; key++) {
+      T* dk = at<T>(p.dk, p.dk_strides, b, kv, key);
+      T* dv = at<T>(p.dv, p.dv_strides, b, kv, key);
+      for (int64_t e = 0; e < p.width; e++) dk[e] = narrow<T>(r.dk[(key - first) * width + e]);
+      for (int64_t e = 0; e < p.value_width; e++)
+        dv[e] = narrow<T>(r.dv[(key - first) * value_width + e]);
+    }
+  }
+
+  // A panel of keys and all rows of a head that see some of them.
+  double panel(const Room& r, int64_t b, int64_t kv, int64_t h, int64_t key, int64_t count,
+               float* dq, float* dk, float* dv) const {
+    pack_keys(r, b, kv, key, count);
+    const T* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
+    double shift = 0;
+    int64_t from = rows_of(p, b, key).from, to = rows_of(p, b, key + count - 1).to;
+    for (int64_t row = from / ROWS * ROWS; row < to; row += ROWS) {
+      P::product(KEYS, ROWS, width, r.keys, width, r.q_flipped + row * width, r.scores, ROWS,
+                 false, ROWS);
+      P::product(KEYS, ROWS, value_width, r.values, value_width,
+                 r.grad_flipped + row * value_width, r.slopes, ROWS, false, ROWS);
+      float constant[ROWS] = {};
+      if (p.constant)
+        memcpy(constant, p.constant + (b * p.heads + h) * p.rows + row,
+               std::min(ROWS, p.rows - row) * sizeof(float));
+      shift += with_power(p.power, [&](auto power) {
+        return weigh<power>(r, b, key, row, opening_of(p, h), p.constant ? constant : nullptr);
+      });
+      P::product(KEYS, value_width, ROWS, r.weights, ROWS, r.grad + row * value_width, dv,
+                 value_width, true, value_width);
+      P::product(KEYS, width, ROWS, r.left, ROWS, r.q + row * width, dk, width, true, width);
+      P::product(width, ROWS, KEYS, flipped, KEYS, r.right, dq + row * width, ROWS, true, ROWS);
+    }
+    return shift;
+  }
+
+  void finish(float* dq, const double* shift, int64_t head) const {
+    int64_t b = head / p.heads, h = head % p.heads;
+    p.shift[head] = 0;
+    for (int64_t s = 0; s < splits; s++) p.shift[head] += shift[s * heads() + head];
+    for (int64_t row = 0; row < rows; row += ROWS) {
+      float* block = dq + head * dq_size() + row * width;
+      for (int64_t s = 1; s < splits; s++) {
+        const float* more = block + s * heads() * dq_size();
+        for (int64_t e = 0; e < ROWS * width; e++) block[e] += more[e];
+      }
+      for (int64_t i = 0; i < std::min(ROWS, p.rows - row); i++) {
+        T* to = at<T>(p.dq, p.dq_strides, b, h, row + i);
+        for (int64_t e = 0; e < p.width; e++) to[e] = narrow<T>(block[e * ROWS + i]);
+      }
+    }
+  }
+
+  void run(char* scratch) const {
+    Memory memory(scratch);
+    float* dq = dq_room(memory);
+    double* shift = shift_room(memory);
+    int64_t units = tables * splits, each = room_size(), used = memory.size;
+    int threads = int(std::min(p.threads, units));
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads)
+    {
+      typename P::Session session;
+      Memory mine(scratch + used + omp_get_thread_num() * each);
+      Room r = room(mine);
+      for (int64_t number; (number = next++) < units;) unit(r, number, dq, shift);
+#pragma omp barrier
+#pragma omp for
+      for (int64_t head = 0; head < heads(); head++) finish(dq, shift, head);
+    }
+  }
+};

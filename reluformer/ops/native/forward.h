@@ -1,0 +1,120 @@
+// The output, by tiles: scores of some rows and a panel of keys, at once weighed and multiplied
+// with the values. Nothing is rescaled, so a panel's share is simply added.
+#pragma once
+
+#include "problem.h"
+
+#include <atomic>
+
+template <class T>
+struct Forward {
+  using P = Products<T>;
+
+  const Problem& p;
+  int64_t width = up_to(p.width, P::UNIT), value_width = up_to(p.value_width, P::UNIT);
+  int64_t tall, blocks;
+
+  explicit Forward(const Problem& problem) : p(problem) {
+    // Panels are packed once for a block of rows: it should be tall, and leave work for everybody.
+    int64_t share = p.batch * p.heads * p.rows / (4 * p.threads);
+    tall = up_to(std::min(clipped(share, 2 * P::ROWS, 1024), p.rows), P::ROWS);
+    blocks = (p.rows + tall - 1) / tall;
+  }
+
+  struct Room {
+    T *keys, *values, *rows, *weights;
+    // Each row's sum of weights is a vector, whose lanes are added at the end.
+    float *scores, *out, *sums;
+  };
+
+  Room room(Memory& memory) const {
+    Room r;
+    r.keys = memory.take<T>(width * P::KEYS);
+    r.values = memory.take<T>(value_width * P::KEYS);
+    r.rows = memory.take<T>(width * tall);
+    r.scores = memory.take<float>(P::ROWS * P::KEYS);
+    r.weights = std::is_same_v<T, float> ? (T*)r.scores : memory.take<T>(P::ROWS * P::KEYS);
+    r.out = memory.take<float>(value_width * tall);
+    r.sums = memory.take<float>(tall * LANES);
+    return r;
+  }
+
+  int64_t size() const {
+    Memory counted(nullptr);
+    room(counted);
+    return counted.size;
+  }
+
+  // Scores of the rows from `row` on and the keys from `key` on become weights.
+  template <int POWER>
+  void weigh(const Room& r, int64_t b, int64_t row, int64_t count, int64_t key, float opening,
+             float* sums) const {
+    for (int64_t i = 0; i < count; i++) {
+      Range seen = keys_of(p, b, row + i);
+      bool whole = seen.from <= key && seen.to >= key + P::KEYS;
+      ints from = ints{} + int32_t(clipped(seen.from - key, 0, P::KEYS));
+      ints to = ints{} + int32_t(clipped(seen.to - key, 0, P::KEYS));
+      vec sum = load(sums + i * LANES);
+      for (int64_t j = 0; j < P::KEYS; j += LANES) {
+        vec x = P::rectified(load(r.scores + i * P::KEYS + j) + opening);
+        if (!whole) {
+          ints column = count_from(int32_t(j));
+          x = (column >= from) & (column < to) ? x : vec{};
+        }
+        x = raised<POWER>(x);
+        sum += x;
+        P::put(r.weights + i * P::KEYS + j, x);
+      }
+      store(sums + i * LANES, sum);
+    }
+  }
+
+  void rows_block(const Room& r, int64_t item) const {
+    int64_t h = item / blocks % p.heads, b = item / blocks / p.heads;
+    int64_t kv = h / (p.heads / p.key_heads), first = item % blocks * tall;
+    int64_t count = std::min(tall, p.rows - first);
+    copy(r.rows, width, at<T>(p.q, p.q_strides, b, h, first), p.q_strides[2], count,
+         up_to(count, P::UNIT), p.width);
+    memset(r.out, 0, value_width * tall * sizeof(float));
+    memset(r.sums, 0, tall * LANES * sizeof(float));
+    int64_t start = keys_of(p, b, first).from, end = keys_of(p, b, first + count - 1).to;
+    for (int64_t key = start; key < end; key += P::KEYS) {
+      int64_t held = std::min(P::KEYS, end - key);
+      P::pack_transpose(r.keys, P::KEYS, at<T>(p.k, p.k_strides, b, kv, key), p.k_strides[2],
+                        held, p.width);
+      P::pack(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], held,
+              P::KEYS, p.value_width);
+      for (int64_t i = 0; i < count; i += P::ROWS) {
+        int64_t some = std::min(P::ROWS, count - i), tile = up_to(some, P::UNIT);
+        if (keys_of(p, b, first + i + some - 1).to <= key ||
+            keys_of(p, b, first + i).from >= key + held)
+          continue;
+        P::product(tile, P::KEYS, width, r.rows + i * width, width, r.keys, r.scores, P::KEYS,
+                   false, P::KEYS);
+        with_power(p.power, [&](auto power) {
+          weigh<power>(r, b, first + i, some, key, opening_of(p, h), r.sums + i * LANES);
+        });
+        P::product(tile, value_width, P::KEYS, r.weights, P::KEYS, r.values,
+                   r.out + i * value_width, value_width, true, value_width);
+      }
+    }
+    for (int64_t i = 0; i < count; i++) {
+      float factor = finished(p, b, h, first + i, sum(load(r.sums + i * LANES)));
+      T* to = at<T>(p.out, p.out_strides, b, h, first + i);
+      for (int64_t e = 0; e < p.value_width; e++)
+        to[e] = narrow<T>(r.out[i * value_width + e] * factor);
+    }
+  }
+
+  void run(char* scratch) const {
+    int64_t items = p.batch * p.heads * blocks, each = size();
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(int(std::min(p.threads, items)))
+    {
+      typename P::Session session;
+      Memory memory(scratch + omp_get_thread_num() * each);
+      Room mine = room(memory);
+      for (int64_t item; (item = next++) < items;) rows_block(mine, item);
+    }
+  }
+};

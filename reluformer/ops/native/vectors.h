@@ -1,0 +1,130 @@
+// Vectors of float32 as wide as the machine's, bfloat16 as bits, and the shuffles that both need.
+// Only the compiler's vector types are used: the same lines serve AVX2, AVX-512 and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+using bf16 = uint16_t;
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t bits __attribute__((vector_size(LANES * 4)));
+
+inline vec load(const void* from) {
+  vec x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline void store(void* to, vec x) { memcpy(to, &x, sizeof x); }
+
+inline vec all(float x) { return vec{} + x; }
+
+// 0, 1, 2, ... counted from a start.
+template <size_t... I>
+inline ints count_from(int32_t start, std::index_sequence<I...>) {
+  return ints{int32_t(I)...} + start;
+}
+inline ints count_from(int32_t start) {
+  return count_from(start, std::make_index_sequence<LANES>());
+}
+
+// Two rows and a bit of the lane's number: `low` takes the lanes without the bit (those of b moved
+// up), `high` those with it (those of a moved down). Together they swap a pair of a transpose, and
+// their sum adds neighbours.
+template <int BIT, size_t... I>
+inline vec low(vec a, vec b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, ((I & BIT) ? int(LANES + (I ^ BIT)) : int(I))...);
+}
+template <int BIT, size_t... I>
+inline vec high(vec a, vec b, std::index_sequence<I...>) {
+  return __builtin_shufflevector(a, b, ((I & BIT) ? int(LANES + I) : int(I | BIT))...);
+}
+using Lanes = std::make_index_sequence<LANES>;
+
+template <int BIT = 1>
+inline void transpose(vec (&rows)[LANES]) {
+  if constexpr (BIT < LANES) {
+    for (int i = 0; i < LANES; i++) {
+      if (i & BIT) continue;
+      vec a = rows[i], b = rows[i | BIT];
+      rows[i] = low<BIT>(a, b, Lanes());
+      rows[i | BIT] = high<BIT>(a, b, Lanes());
+    }
+    transpose<BIT * 2>(rows);
+  }
+}
+
+// The sum of each row, in the row's lane.
+template <int BIT = 1>
+inline vec sums(vec (&rows)[LANES]) {
+  if constexpr (BIT < LANES) {
+    for (int i = 0; i < LANES / BIT; i += 2) {
+      vec a = rows[i], b = rows[i + 1];
+      rows[i / 2] = low<BIT>(a, b, Lanes()) + high<BIT>(a, b, Lanes());
+    }
+    return sums<BIT * 2>(rows);
+  } else {
+    return rows[0];
+  }
+}
+
+inline float sum(vec x) {
+  float total = 0;
+  for (int i = 0; i < LANES; i++) total += x[i];
+  return total;
+}
+
+inline float wide(float x) { return x; }
+inline float wide(bf16 x) {
+  uint32_t word = uint32_t(x) << 16;
+  float value;
+  memcpy(&value, &word, 4);
+  return value;
+}
+
+template <class T>
+inline T narrow(float x);
+template <>
+inline float narrow<float>(float x) { return x; }
+template <>
+inline bf16 narrow<bf16>(float x) {
+  uint32_t word;
+  memcpy(&word, &x, 4);
+  // To the nearest, ties to even; the carry must not turn a NaN into a number.
+  return x != x ? 0x7fc0 : bf16((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+// x^P by products of squares.
+template <int P>
+inline vec raised(vec x) {
+  if constexpr (P == 0) return all(1.0f);
+  else if constexpr (P == 1) return x;
+  else if constexpr (P % 2) return raised<P - 1>(x) * x;
+  else {
+    vec root = raised<P / 2>(x);
+    return root * root;
+  }
+}
+
+// f of a power that the compiler knows.
+template <class F>
+inline auto with_power(int64_t power, F f) {
+  switch (power) {
+    case 2: return f(std::integral_constant<int, 2>());
+    case 3: return f(std::integral_constant<int, 3>());
+    case 4: return f(std::integral_constant<int, 4>());
+    case 8: return f(std::integral_constant<int, 8>());
+    default: return f(std::integral_constant<int, 1>());
+  }
+}
