@@ -181,7 +181,8 @@ def check_contents(call: Call, options: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
+    # Asked first: an abstract class takes its time.
+    return type(value) in (float, int) or isinstance(value, Real)
 
 
 def _dtype(value: Any) -> Any:
