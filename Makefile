@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+KERNELS := $(VENV)/.kernels
 
 .PHONY: demo test clean
 
@@ -13,10 +14,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(READY)
+# Faster CPU kernels; where no C++ compiler is, one line says so and everything runs without.
+$(KERNELS): $(READY) $(wildcard reluformer/ops/native/*)
+	$(BIN)/python -m reluformer.ops.native || true
+	touch $@
+
+demo: $(KERNELS)
 	$(BIN)/python -m reluformer.demo
 
-test: $(READY)
+test: $(KERNELS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

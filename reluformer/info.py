@@ -11,6 +11,7 @@ import torch
 from reluformer import __version__
 from reluformer.ops.call import Call
 from reluformer.ops.implementations import IMPLEMENTATIONS, choose
+from reluformer.ops.native import library
 from reluformer.ops.table import lookup
 from reluformer.ops.visibility import Visibility
 
@@ -27,6 +28,7 @@ def info() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "devices": _devices(),
         "threads": torch.get_num_threads(),
+        "cpu kernels": library.summary(),
         "implementations": {kind: _implementations(kind, device) for kind in ("relu", "softmax")},
     }
 

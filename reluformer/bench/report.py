@@ -125,10 +125,14 @@ def _circumstances(report: Report) -> list[str]:
         f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)
     )
     place = ", ".join(found.get("devices", []))
-    return [
+    lines = [
         f"{report.command} on {report.date}, commit {report.commit or 'unknown'}",
         f"{place}; {versions}, cuDNN {found.get('cudnn')}, {found.get('threads')} threads",
     ]
+    if any(case.device == "cpu" for case in report.cases):
+        # Older reports were of the only ones there were.
+        lines.append(f"kernels of impl=cpu: {found.get('cpu kernels', 'torch')}")
+    return lines
 
 
 def _legend(case: Case) -> str:
