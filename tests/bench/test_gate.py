@@ -218,3 +218,12 @@ def test_a_compiled_backward_is_repeated_in_a_thread_of_its_own(keep: bool) -> N
         else:
             with pytest.raises(RuntimeError, match="donated"):
                 thread.submit(backward).result()
+
+
+def test_only_slopes_of_a_relu_may_jump() -> None:
+    def refusal(kind: str, name: str, error: float) -> str | None:
+        return gate._verdict(Contestant("injected", kind, relu, CASE), {name: error})
+
+    assert refusal("relu", "dk", 5e-4) is None and refusal("relu", "hard dq", 5e-4) is None
+    assert refusal("relu", "dq", 2e-3) is not None
+    assert refusal("relu", "dv", 5e-4) is not None and refusal("softmax", "dk", 5e-4) is not None
