@@ -67,6 +67,9 @@ class _Described(NamedTuple):
 class Launch:
     """A kernel, its grid and all of its arguments but the tensors."""
 
+    descriptors_only = False
+    """Whether the kernel knows tiled tensors by descriptors alone, and takes no strides."""
+
     def __init__(
         self,
         kernel: Any,
@@ -83,8 +86,10 @@ class Launch:
         With the switch `TMA` they go through descriptors, but for the last `store_by_pointer`.
         """
         self.kernel, self.tile, self.programs, self.switches = kernel, tile, programs, switches
-        self.numbers = (*(step for each, _ in tiled for step in steps(each)), *numbers)
-        described = len(tiled) - store_by_pointer if switches.get("TMA") else 0
+        strided = () if self.descriptors_only else tiled
+        self.numbers = (*(step for each, _ in strided for step in steps(each)), *numbers)
+        by_descriptor = self.descriptors_only or switches.get("TMA")
+        described = len(tiled) - store_by_pointer if by_descriptor else 0
         self.views = [view(tensor, rows) for tensor, rows in tiled[:described]]
         self.compiled: Any = None
         self.constants: tuple[Any, ...] = ()

@@ -1,6 +1,5 @@
 """Host side of the specialised forward: which calls it serves, and how it is launched."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.triton import tiles
-from reluformer.ops.triton.launcher import Launch, View, use_descriptors, view
+from reluformer.ops.triton.launcher import Launch, View, use_descriptors
 from reluformer.ops.triton.problem import Problem, interpreting
 
 # Gluon is young: only versions on which the tests have run on a GPU.
@@ -36,18 +35,7 @@ TILES = {64: Tile(128, 64, 4, False), 128: Tile(64, 64, 4, True)}
 class SpecialisedLaunch(Launch):
     """A launch of the specialised kernel that is called like one of the forward kernel."""
 
-    def __init__(
-        self,
-        kernel: Any,
-        tile: tiles.Tile,
-        programs: int,
-        tiled: Sequence[tuple[Tensor, int]],
-        numbers: Sequence[float | None],
-        switches: dict[str, Any],
-    ) -> None:
-        # All go through descriptors, so that the kernel takes no strides.
-        super().__init__(kernel, tile, programs, [], numbers, switches)
-        self.views = [view(tensor, rows) for tensor, rows in tiled]
+    descriptors_only = True
 
     def __call__(self, *tensors: Tensor | None) -> None:
         q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *_ = tensors
