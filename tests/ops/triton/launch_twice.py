@@ -82,6 +82,19 @@ def decoded(keys: int) -> list[list[str]]:
     return [*written]
 
 
+def specialised() -> list[list[str]]:
+    """What a forward with specialised warps launches."""
+    written.clear()
+    q = torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    problem = launch.Problem(
+        q, q, q, torch.ones(2), None, torch.tensor([300, 7]), None, None, None, None,
+        0.125, 1.0, 0.0, 0.5, 1, True, 0, 0.0, 300, 300,
+    )  # fmt: skip
+    with tiles.override(tma=True, specialised=True):
+        launch.forward(problem, 1)
+    return [*written]
+
+
 def main() -> None:
     driver.set_active(Hopper())
     tile = tiles.Tile(16, 16, 1, 1, prescale=True)
@@ -104,6 +117,8 @@ def main() -> None:
                     grads = grads._replace(grad_sum=None, row_sum=row_sum)
                 backward_launch.backward(each, grads, False)
             rounds.append([*written])
+    rounds[0] += specialised()
+    rounds[1] += specialised()
     rounds[0] += decoded(80)
     launcher.LAUNCHES.clear()
     decoded(50)
