@@ -9,7 +9,7 @@ from hypothesis import settings
 # The suite runs in parallel: more threads per process would only contend. Examples are the same on
 # every run, so that a red test stays red until it is mended.
 torch.set_num_threads(1)
-settings.register_profile("suite", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("suite", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile("suite")
 
 
