@@ -3,7 +3,6 @@
 Lengths only choose the grid: while a cache grows, nothing is compiled or prepared again.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from reluformer.ops.triton import launcher, tiles
 from reluformer.ops.triton.decode import combine_kernel, decode_kernel
-from reluformer.ops.triton.launcher import LAUNCHES, Prepared, remember
+from reluformer.ops.triton.launcher import LAUNCHES, Prepared, processors, remember
 from reluformer.ops.triton.layout import empty_heads, row_values
 from reluformer.ops.triton.problem import Problem, pad
 
@@ -130,16 +129,9 @@ def _split(problem: Problem, tile: tiles.Tile, pages: Pages | None) -> Split:
         # A tile of several pages could not leave one of them out.
         keys = min(keys, size) if pages.key_min is not None else keys
         unit = max(keys, size)
-    wanted = tile.programs * _processors(q.device) // (row_tiles * q.shape[0] * k.shape[1])
+    wanted = tile.programs * processors(q.device) // (row_tiles * q.shape[0] * k.shape[1])
     most = triton.cdiv(problem.max_k, unit) // 2
     return Split(row_tile, keys, unit, row_tiles, max(1, min(wanted, most)))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _numbers(

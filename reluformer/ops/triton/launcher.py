@@ -7,6 +7,7 @@ it after it has bound, specialised and looked up its arguments.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +145,14 @@ class Prepared:
 def run(kernel: Any, programs: int, args: list[Any], **options: Any) -> Any:
     """Launch on a grid of one dimension (others are limited to 65535 programs)."""
     return kernel[(programs,)](*args, **options)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where there is none."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def elsewhere(q: Tensor) -> bool:

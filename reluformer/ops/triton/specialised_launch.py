@@ -1,6 +1,5 @@
 """Host side of the specialised forward: which calls it serves, and how it is launched."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.triton import tiles
-from reluformer.ops.triton.launcher import Launch, View, use_descriptors
+from reluformer.ops.triton.launcher import Launch, View, processors, use_descriptors
 from reluformer.ops.triton.problem import Problem, interpreting
 
 # Gluon is young: only versions on which the tests have run on a GPU.
@@ -71,7 +70,7 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     least = _FROM
     if problem.causal:
         least = _POWERS_FROM if width == 64 and problem.power > 1 else _CAUSAL_FROM
-    enough = _items(problem, TILES[width]) >= _multiprocessors(problem.q.get_device())
+    enough = _items(problem, TILES[width]) >= processors(problem.q.device)
     return enough and min(problem.max_q, problem.max_k) >= least
 
 
@@ -89,7 +88,7 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
     return SpecialisedLaunch(
         specialised_kernel,
         like,
-        min(items, _multiprocessors(q.get_device())),
+        min(items, processors(q.device)),
         [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
         (
             items, q.shape[1], _tiles(problem, tile), problem.max_q, problem.max_k, problem.scale,
@@ -122,9 +121,3 @@ def _items(problem: Problem, tile: Tile) -> int:
     count = _tiles(problem, tile)
     each = triton.cdiv(count, 2) if problem.causal else count
     return int(problem.q.shape[0] * problem.q.shape[1] * each)
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    """Of a GPU; of an H200 where there is none, to compile."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
