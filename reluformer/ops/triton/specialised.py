@@ -22,70 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-CONSUMERS = gl.constexpr(2)
-
-
-@gluon.jit
-def _turns(items, PAIRED: gl.constexpr):
-    """How many tiles of queries this program works on."""
-    programs = gl.num_programs(0)
-    turns = (items - gl.program_id(0) + programs - 1) // programs
-    if PAIRED:
-        turns *= 2
-    return turns
-
-
-@gluon.jit
-def _place(turn, items, heads, tiles, PAIRED: gl.constexpr):
-    """Batch, head and query tile of a turn.
-
-    An item is a tile, or a pair of a long and a short one of a head, where rows see more keys the
-    later they come: pairs are equally long. An odd number of tiles gets one of no rows.
-    """
-    programs = gl.num_programs(0)
-    if PAIRED:
-        item = gl.minimum(gl.program_id(0) + turn // 2 * programs, items - 1)
-        pairs = (tiles + 1) // 2
-        bh = item // pairs
-        short = item % pairs
-        tile = gl.where(turn % 2 == 0, 2 * pairs - 1 - short, short)
-    else:
-        item = gl.minimum(gl.program_id(0) + turn * programs, items - 1)
-        bh = item // tiles
-        tile = item % tiles
-    return bh // heads, bh % heads, tile
-
-
-@gluon.jit
-def _end(lengths, b, n_k):
-    """How many keys of a batch exist."""
-    end = n_k
-    if lengths is not None:
-        end = gl.minimum(gl.maximum(gl.load(lengths + b).to(gl.int32), 0), n_k)
-    return end
-
-
-@gluon.jit
-def _key_tiles(
-    row, n_q, n_k, end, ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
-    TAIL: gl.constexpr,
-):  # fmt: skip
-    """Key tiles that rows [row, row + ROWS) meet, at least one; how many of them need no mask."""
-    high = end
-    whole = end // KEYS if TAIL else (end + KEYS - 1) // KEYS
-    if CAUSAL:
-        offset = n_k - n_q
-        high = gl.minimum(high, gl.maximum(gl.minimum(row + ROWS, n_q) + offset, 0))
-        whole = gl.minimum(whole, gl.maximum(row + offset + 1, 0) // KEYS)
-    count = gl.where(row < n_q, (high + KEYS - 1) // KEYS, 0)
-    return gl.maximum(count, 1), gl.minimum(whole, count)
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    """The next place in a ring and its phase."""
-    wrap = stage + 1 == STAGES
-    return gl.where(wrap, 0, stage + 1), gl.where(wrap, phase ^ 1, phase)
+from reluformer.ops.triton.specialised_parts import (
+    CONSUMERS,
+    clean,
+    key_end,
+    key_tiles,
+    next_stage,
+    opaque,
+    place_of,
+    turns_of,
+)
 
 
 @gluon.jit
@@ -151,7 +97,7 @@ def _producer(
     """Load queries of each tile, then its keys and values; after the last, a tile's Q and K_0."""
     q_bufs, k_bufs, v_bufs = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    turns = _turns(items, CAUSAL)
+    turns = turns_of(items, CAUSAL)
     k_at = 0
     k_phase = 1
     v_at = 0
@@ -159,10 +105,10 @@ def _producer(
     q_at = 0
     q_phase = 1
     for turn in range(0, turns + 1):
-        b, h, tile = _place(turn, items, heads, tiles, CAUSAL)
+        b, h, tile = place_of(turn, items, heads, tiles, CAUSAL)
         row = tile * (CONSUMERS * ROWS)
-        end = _end(lengths, b, n_k)
-        count, _ = _key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
+        end = key_end(lengths, b, n_k)
+        count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         # Consumers begin the next tile's scores before they end a tile, the last one's too.
         real = turn < turns
         count = gl.where(real, count, 1)
@@ -174,7 +120,7 @@ def _producer(
             tma.async_copy_global_to_shared(
                 q, [b, h, row + part * ROWS, 0], bar, q_bufs.index(place)
             )
-        q_at, q_phase = _next(q_at, q_phase, Q_PLACES)
+        q_at, q_phase = next_stage(q_at, q_phase, Q_PLACES)
         for j in range(0, count):
             mbarrier.wait(k_empty.index(k_at), k_phase)
             bar = k_full.index(k_at)
@@ -182,7 +128,7 @@ def _producer(
             tma.async_copy_global_to_shared(
                 k, [b, h // GROUP, j * KEYS, 0], bar, k_bufs.index(k_at)
             )
-            k_at, k_phase = _next(k_at, k_phase, STAGES)
+            k_at, k_phase = next_stage(k_at, k_phase, STAGES)
             if real:
                 mbarrier.wait(v_empty.index(v_at), v_phase)
                 bar = v_full.index(v_at)
@@ -190,7 +136,7 @@ def _producer(
                 tma.async_copy_global_to_shared(
                     v, [b, h // GROUP, j * KEYS, 0], bar, v_bufs.index(v_at)
                 )
-                v_at, v_phase = _next(v_at, v_phase, STAGES)
+                v_at, v_phase = next_stage(v_at, v_phase, STAGES)
 
 
 @gluon.jit
@@ -206,18 +152,6 @@ def _queries(
         tile = tile.load(LAYOUT)
         mbarrier.arrive(q_empty.index(place), count=1)
     return tile
-
-
-@gluon.jit
-def _opaque(x):
-    """The same number, of which the assembler does not know that it is the same.
-
-    It keeps addresses of a loop's operands for the loop after it even where the first ran no turn
-    and never made them (CUDA 12.8's, which Triton 3.6 brings).
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -239,7 +173,7 @@ def _walk(
         acc = warpgroup_mma(p, values, acc, use_acc=j > 1, is_async=True)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(k_at), count=1)
-        k_at, k_phase = _next(k_at, k_phase, STAGES)
+        k_at, k_phase = next_stage(k_at, k_phase, STAGES)
         packed = _weights(
             s, row, j * KEYS, offset, end, cut, scale, MASKED, CAUSAL, POWER, HAS_THRESHOLD,
             PRESCALE, S_LAYOUT,
@@ -250,24 +184,9 @@ def _walk(
         following = gl.convert_layout(packed, P_LAYOUT, assert_trivial=True)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_empty.index(v_at), count=1)
-        v_at, v_phase = _next(v_at, v_phase, STAGES)
+        v_at, v_phase = next_stage(v_at, v_phase, STAGES)
         p = following
     return acc, s, p, total, k_at, k_phase, v_at, v_phase
-
-
-@gluon.jit
-def _clean(values, spare, col, end, KEYS: gl.constexpr, D: gl.constexpr):
-    """A copy of a value tile in a buffer of the consumer's own, zeros from key `end` on: what
-    padding holds may be NaN, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    rows = col + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    tile = values.load(layout)
-    zeros = gl.zeros([KEYS, D], tile.dtype, layout)
-    copy = spare.slice(0, KEYS, dim=0)
-    copy.store(gl.where((rows < end)[:, None], tile, zeros))
-    fence_async_shared()
-    gl.thread_barrier()
-    return copy
 
 
 @gluon.jit
@@ -306,7 +225,7 @@ def _consumer(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     spare = o_bufs.index(part)
     offset = n_k - n_q
-    turns = _turns(items, CAUSAL)
+    turns = turns_of(items, CAUSAL)
     k_at = 0
     k_phase = 0
     v_at = 0
@@ -322,12 +241,12 @@ def _consumer(
     s = warpgroup_mma(tile, keys, s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
     for turn in range(0, turns):
-        b, h, index = _place(turn, items, heads, tiles, CAUSAL)
+        b, h, index = place_of(turn, items, heads, tiles, CAUSAL)
         row = index * (CONSUMERS * ROWS)
-        end = _end(lengths, b, n_k)
-        count, _ = _key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
+        end = key_end(lengths, b, n_k)
+        count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         row += part * ROWS
-        mine, whole = _key_tiles(row, n_q, n_k, end, ROWS, KEYS, CAUSAL, TAIL)
+        mine, whole = key_tiles(row, n_q, n_k, end, ROWS, KEYS, CAUSAL, TAIL)
         cut = threshold_value
         if threshold is not None:
             cut = gl.load(threshold + h).to(gl.float32)
@@ -335,7 +254,7 @@ def _consumer(
             cut = cut / scale
         # Scores of the first tile are there.
         mbarrier.arrive(k_empty.index(k_at), count=1)
-        k_at, k_phase = _next(k_at, k_phase, STAGES)
+        k_at, k_phase = next_stage(k_at, k_phase, STAGES)
         packed = _weights(
             s, row, 0, offset, end, cut, scale, CAUSAL or TAIL, CAUSAL, POWER, HAS_THRESHOLD,
             PRESCALE, s_layout,
@@ -354,7 +273,7 @@ def _consumer(
                     low = gl.maximum(whole, 1)
                     high = mine
                     if not Q_REGISTERS:
-                        tile = q_bufs.index(_opaque(q_at) * CONSUMERS + part).reshape([ROWS, D])
+                        tile = q_bufs.index(opaque(q_at) * CONSUMERS + part).reshape([ROWS, D])
             acc, s, p, total, k_at, k_phase, v_at, v_phase = _walk(
                 acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
                 k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
@@ -369,11 +288,11 @@ def _consumer(
             # The store of the tile before must have read the buffer: thread 0 knows.
             tma.store_wait(0)
             gl.thread_barrier()
-            values = _clean(values, spare.reshape([ROWS, D]), (mine - 1) * KEYS, end, KEYS, D)
+            values = clean(values, spare.reshape([ROWS, D]), (mine - 1) * KEYS, end, KEYS, D)
         acc = warpgroup_mma(p, values, acc, use_acc=mine > 1, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_empty.index(v_at), count=1)
-        v_at, v_phase = _next(v_at, v_phase, STAGES)
+        v_at, v_phase = next_stage(v_at, v_phase, STAGES)
         # Tiles that only the other consumer needs: give them back unread, in order.
         for _ in range(mine, count):
             mbarrier.wait(k_full.index(k_at), k_phase)
@@ -382,10 +301,10 @@ def _consumer(
             gl.thread_barrier()
             mbarrier.arrive(k_empty.index(k_at), count=1)
             mbarrier.arrive(v_empty.index(v_at), count=1)
-            k_at, k_phase = _next(k_at, k_phase, STAGES)
-            v_at, v_phase = _next(v_at, v_phase, STAGES)
+            k_at, k_phase = next_stage(k_at, k_phase, STAGES)
+            v_at, v_phase = next_stage(v_at, v_phase, STAGES)
         # The first scores of the next tile are under way while this one's output is written.
-        q_at, q_phase = _next(q_at, q_phase, Q_PLACES)
+        q_at, q_phase = next_stage(q_at, q_phase, Q_PLACES)
         tile = _queries(
             q_bufs, q_full, q_empty, q_at, q_phase, part, ROWS, D, Q_REGISTERS, q_layout
         )

@@ -10,13 +10,15 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.ops.triton import instructions
 
 PATIENCE = 20.0
 _local = threading.local()
@@ -173,11 +175,14 @@ def _tensors(*values: Any) -> list[Any]:
     ]
 
 
-def _load(pointer: Pointer) -> Tensor:
-    return pointer.tensor.view(-1)[pointer.offset]
+def _load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+    offset, mask = torch.broadcast_tensors(*_tensors(pointer.offset, mask))
+    found = pointer.tensor.view(-1)[torch.where(mask, offset, 0)]
+    return found.masked_fill(~mask, other)
 
 
-def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+def _store(pointer: Pointer, value: Tensor, mask: Any) -> None:
+    mask = torch.as_tensor(mask).expand(pointer.offset.shape)
     pointer.tensor.view(-1)[pointer.offset[mask]] = value[mask]
 
 
@@ -187,16 +192,8 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Buffers:
     return Buffers(torch.full(shape, float("nan"), dtype=dtype))
 
 
-def _assembly(code: str, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Tensor:
-    x, *others = map(_value, args)
-    if code.startswith("cvt.rn.relu.bf16x2"):
-        return x.clamp(min=0).to(dtype)
-    if code.startswith("add.rn.bf16x2"):
-        return x + others[0]
-    if code.startswith("mov.b32"):
-        return torch.as_tensor(x)
-    assert code.startswith("shl.b32"), code
-    return x.to(dtype)
+def _assembly(code: str, constraints: str, args: list[Any], dtype: Any, **_: Any) -> Any:
+    return instructions.run(code, [_value(each) for each in args])
 
 
 def _product(
@@ -210,8 +207,11 @@ def _product(
 def _await_products(left: int, results: list[Any]) -> Any:
     while len(_local.products) > left:
         _local.products.pop(0).make()
-    result = results[0]
-    return result if isinstance(result, Product) and result.result is None else _value(result)
+    made = [
+        each if isinstance(each, Product) and each.result is None else _value(each)
+        for each in results
+    ]
+    return made[0] if len(made) == 1 else made
 
 
 def _await_stores(left: int) -> None:
@@ -228,7 +228,7 @@ def _initialise(bar: Buffers, count: int) -> None:
 def _language() -> SimpleNamespace:
     nothing = lambda *_, **__: None  # noqa: E731
     return SimpleNamespace(
-        constexpr=lambda value: value, static_range=range,
+        constexpr=lambda value: value, static_range=range, int16=torch.int16,
         int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
         program_id=lambda axis: torch.tensor(_local.machine.program),
         num_programs=lambda axis: torch.tensor(_local.machine.programs),
@@ -239,7 +239,8 @@ def _language() -> SimpleNamespace:
         arange=lambda low, high, layout: torch.arange(low, high),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
-        split=lambda x: x.unbind(-1), convert_layout=lambda x, *_, **__: x,
+        split=lambda x: x.unbind(-1), join=lambda *x: torch.stack(x, -1),
+        broadcast=lambda *x: torch.broadcast_tensors(*x), convert_layout=lambda x, *_, **__: x,
         inline_asm_elementwise=_assembly, load=_load, store=_store,
         allocate_shared_memory=_allocate, thread_barrier=nothing,
         warp_specialize=lambda parts, warps, registers: _local.machine.run(parts),
@@ -248,16 +249,48 @@ def _language() -> SimpleNamespace:
     )  # fmt: skip
 
 
+_OWN = re.compile(r"^from reluformer\.ops\.triton\.(\w+) import ([^\n(]*|\([^)]*\))\n", re.M)
+_TRITON = re.compile(r"^from triton[^\n(]*(\([^)]*\))?\n", re.M)
+
+
 def kernels(path: Path, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
-    """What a file of Gluon kernels defines, to be run in slow motion; with some text changed."""
-    imports = re.compile(r"^from triton[^\n(]*(\([^)]*\))?\n", re.M)
-    source = imports.sub(lambda found: "\n" * found[0].count("\n"), path.read_text())
-    assert change[0] in source
+    """What a file of Gluon kernels defines, to be run in slow motion; with some text changed, there
+    or in the files that it imports."""
+    names, changed = _kernels(path, change)
+    assert changed or not change[0], "nothing to change"
+    return names
+
+
+def _kernels(path: Path, change: tuple[str, str]) -> tuple[dict[str, Any], bool]:
+    source = path.read_text()
+    changed = change[0] in source
     source = source.replace(*change) if change[0] else source
+    names = _runtime()
+    for module, imported in _OWN.findall(source):
+        others, there = _kernels(path.with_name(f"{module}.py"), change)
+        changed |= there
+        names |= {name: others[name] for name in re.findall(r"\w+", imported)}
+    for imports in (_OWN, _TRITON):
+        source = imports.sub(lambda found: "\n" * found[0].count("\n"), source)
+    # Layouts mean nothing, and a cast that keeps the bits has another name.
+    source = re.sub(r"\w+\.type\.layout", "None", source)
+    source = source.replace(".to(gl.bfloat16, bitcast=True)", ".view(gl.bfloat16)")
+    exec(compile(source, str(path), "exec"), names)
+    return names, changed
+
+
+def _range(*bounds: Any) -> Iterator[Tensor]:
+    """Loops count in tensors there."""
+    return map(torch.tensor, range(*map(int, bounds)))
+
+
+def _runtime() -> dict[str, Any]:
+    """What stands for Triton's own names."""
     jit = lambda function=None, **_: function or (lambda each: each)  # noqa: E731
-    names: dict[str, Any] = {
+    return {
         "gluon": SimpleNamespace(jit=jit),
         "gl": _language(),
+        "range": _range,
         "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: None,
@@ -274,8 +307,6 @@ def kernels(path: Path, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _await_products,
     }
-    exec(compile(source, str(path), "exec"), names)
-    return names
 
 
 def launch(

@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "a full buffer is filled again": ("    k_phase = 1\n", "    k_phase = 0\n"),
     "unread tiles are kept": ("for _ in range(mine, count):", "for _ in range(mine, mine):"),
-    "values of padding are read": ("            values = _clean(", "            _clean("),
+    "values of padding are read": ("            values = clean(", "            clean("),
     "an output is overwritten before it is stored": (
         "        tma.store_wait(0)\n        gl.thread_barrier()\n        spare",
         "        gl.thread_barrier()\n        spare",
