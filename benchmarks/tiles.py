@@ -167,9 +167,8 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
     if kernel == "keys":
-        return lambda: backward_launch.key_gradients(
-            problem, grads, (), first, second, row_dot, None
-        )
+        dots = row_dot if problem.divided else None
+        return lambda: backward_launch.key_gradients(problem, grads, (), first, second, dots, None)
     return lambda: backward_launch.query_gradients(problem, grads, (), first, row_dot, shift, None)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.triton import tiles
+from reluformer.ops.triton import specialised_backward_launch, tiles
 from reluformer.ops.triton.backward_keys import keys_kernel
 from reluformer.ops.triton.backward_queries import queries_kernel
 from reluformer.ops.triton.launcher import (
@@ -125,13 +125,22 @@ def heads_with_signs(problem: Problem, grads: Gradients) -> int:
         limit = _SIGN_BYTES if pays else 0
     if limit == 0:
         return 0
-    used = (problem.tile("keys", signs=True), problem.tile("queries", signs=True))
+    used = [problem.tile("keys", signs=True), problem.tile("queries", signs=True)]
+    if _specialised(problem, grads):
+        # Its tiles are blocks of signs.
+        used = []
     if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):
         return 0
     if any(tile.queries > BLOCK.value or tile.keys > WIDEST.value for tile in used):
         return 0
     heads = min(limit // _sign_bytes(problem), problem.q.shape[0] * problem.q.shape[1])
     return heads if heads >= problem.group else 0
+
+
+def _specialised(problem: Problem, grads: Gradients) -> bool:
+    """Whether the kernels with specialised warps serve a call."""
+    tensors = (problem.q, problem.k, problem.v, grads.grad_out)
+    return specialised_backward_launch.suits(problem, grads.level, tensors)
 
 
 def _sign_bytes(problem: Problem) -> int:
@@ -176,8 +185,13 @@ def _fill(problem: Problem, grads: Gradients, results: Results, signs: Tensor | 
     written = () if signs is None else results
     key = signature(numbers, (*problem.tensors, *grads, *written))
     dq, dk, dv, row_dot, row_shift = results
-    key_gradients(problem, grads, key, dk, dv, row_dot, signs)
-    query_gradients(problem, grads, key, dq, row_dot, row_shift, signs)
+    specialised = _specialised(problem, grads)
+    early = row_dot if specialised or problem.divided else None
+    grad_out, terms = key_gradients(problem, grads, key, dk, dv, early, signs)
+    if specialised:
+        _specialised_query_gradients(problem, grads, key, grad_out, terms, dq, row_shift, signs)
+    else:
+        query_gradients(problem, grads, key, dq, row_dot, row_shift, signs)
 
 
 def key_gradients(
@@ -188,24 +202,32 @@ def key_gradients(
     dv: Tensor,
     row_dot: Tensor | None,
     signs: Tensor | None,
-) -> None:
-    """Fill dk and dv and, where rows are divided by their sums, O.dO per row; signs if there."""
+) -> tuple[Tensor, Tensor | None]:
+    """Fill dk and dv and, where they are there, O.dO per row and signs.
+
+    Returns what it has read in place of the output gradient, and the terms of `_row_terms`.
+    """
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("keys", *key)
     launch = LAUNCHES.get(key)
+    specialised = _specialised(problem, grads)
     tile = launch.tile if launch else problem.tile("keys", signs=signs is not None)
     # Where the pass runs anyway, to divide, its copy costs less than factors in the loop. float16
     # would lose small gradients in the extra rounding.
-    prescale = tile.prescale or (problem.divided and q.element_size() == 2)
+    prescale = tile.prescale or specialised or (problem.divided and q.element_size() == 2)
     prescaled = prescale and problem.per_row and q.dtype != torch.float16
-    row_dot = row_dot if problem.divided else None
     scaled = None
     if prescaled:
         scaled = packed_heads(grad_out, grad_out.shape[-1], problem.cu_q)
-    if prescaled or problem.divided:
+    if prescaled or row_dot is not None:
         _scale_rows(problem, grads, key, scaled, row_dot)
     grad_out = grad_out if scaled is None else scaled
     terms = _row_terms(problem, grads, key, row_dot, row_scale=prescaled)
+    if launch is None and specialised:
+        launch = specialised_backward_launch.keys_launch(
+            problem, grads.level, grad_out, dk, dv, signs=signs is not None
+        )
+        remember(key, launch)
     if launch is None:
         launch = Launch(
             keys_kernel,
@@ -226,7 +248,11 @@ def key_gradients(
             store_by_pointer=2 * problem.packed,
         )  # fmt: skip
         remember(key, launch)
-    launch(q, k, v, grad_out, dk, dv, signs, terms, grads.count, grads.row_sum, *problem.optional)
+    others = (problem.gamma, problem.threshold, problem.key_lengths)
+    if not specialised:
+        others = (grads.count, grads.row_sum, *problem.optional)
+    launch(q, k, v, grad_out, dk, dv, signs, terms, *others)
+    return grad_out, terms
 
 
 def query_gradients(
@@ -268,6 +294,31 @@ def query_gradients(
     launch(
         q, k, v, grad_out, dq, grads.out, grads.grad_sum, grads.grad_log, grads.count,
         grads.row_sum, row_dot, row_shift, pairs, *problem.optional,
+    )  # fmt: skip
+
+
+def _specialised_query_gradients(
+    problem: Problem,
+    grads: Gradients,
+    key: tuple[Any, ...],
+    grad_out: Tensor,
+    terms: Tensor | None,
+    dq: Tensor,
+    row_shift: Tensor | None,
+    signs: Tensor | None,
+) -> None:
+    """Fill dq and, if it is there, the sum of dS per row, from what `key_gradients` returns."""
+    key = key and ("queries", *key)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        launch = specialised_backward_launch.queries_launch(
+            problem, grads.level, grad_out, dq, signs=signs is not None
+        )
+        remember(key, launch)
+    pairs = None if signs is None else signs.view(torch.int32)
+    launch(
+        problem.q, problem.k, problem.v, grad_out, dq, row_shift, pairs, terms, problem.gamma,
+        problem.threshold, problem.key_lengths,
     )  # fmt: skip
 
 

@@ -32,13 +32,9 @@ TILES = {64: Tile(128, 64, 4, False), 128: Tile(64, 64, 4, True)}
 
 
 class SpecialisedLaunch(Launch):
-    """A launch of the specialised kernel that is called like one of the forward kernel."""
+    """A launch of a kernel with specialised warps."""
 
     descriptors_only = True
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *_ = tensors
-        super().__call__(q, k, v, out, row_sum, gamma, threshold, lengths)
 
     def describe(self, tensor: Tensor | None, shape: View) -> Any:
         """The descriptor that Gluon's kernels take."""
@@ -47,6 +43,14 @@ class SpecialisedLaunch(Launch):
 
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         return TensorDescriptor(tensor, *shape, layout)
+
+
+class _ForwardLaunch(SpecialisedLaunch):
+    """One that is called like a launch of the plain forward kernel."""
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *_ = tensors
+        super().__call__(q, k, v, out, row_sum, gamma, threshold, lengths)
 
 
 def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
@@ -85,7 +89,7 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
     like = tiles.Tile(tile.rows, tile.keys, 4, tile.stages)
     shared = problem.switches(like)
     named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "DIVIDE", "num_warps")
-    return SpecialisedLaunch(
+    return _ForwardLaunch(
         specialised_kernel,
         like,
         min(items, processors(q.device)),

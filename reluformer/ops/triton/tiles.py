@@ -137,7 +137,7 @@ _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 class Override(NamedTuple):
     """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None);
     memory for signs of weights, which are then kept wherever that is possible (0: nowhere); the
-    specialised forward kernel wherever it can (True), nowhere (False) or by choice (None).
+    specialised kernels wherever they can (True), nowhere (False) or by choice (None: the forward).
 
     Compared by value, so that it can be part of a key.
     """
@@ -198,7 +198,7 @@ def override(
     sign_bytes: int | None = None,
     specialised: bool | None = None,
 ) -> Iterator[None]:
-    """Use these tiles, descriptors or pointers, memory for signs, the specialised kernel or not,
+    """Use these tiles, descriptors or pointers, memory for signs, specialised kernels or not,
     inside the block: for tuning and tests."""
     global _override
     before = _override

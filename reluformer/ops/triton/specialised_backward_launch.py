@@ -1,0 +1,118 @@
+"""Host side of the specialised backward: which calls it serves, and how it is launched."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from reluformer.ops.triton import tiles
+from reluformer.ops.triton.launcher import Launch, processors, use_descriptors
+from reluformer.ops.triton.parts import BLOCK
+from reluformer.ops.triton.problem import Problem
+from reluformer.ops.triton.signs import SIDE, WIDEST
+from reluformer.ops.triton.specialised_launch import SpecialisedLaunch
+
+_SIDE = int(SIDE.value)
+
+
+class Buffers(NamedTuple):
+    """Buffers for tiles that are walked, and whether what is owned is held in registers."""
+
+    stages: int
+    in_registers: bool
+
+
+# By width of a head: for gradients of keys, of queries, and of queries by signs.
+_KEYS = {64: Buffers(8, True), 128: Buffers(4, False)}
+_QUERIES = {64: Buffers(8, True), 128: Buffers(4, False)}
+_SIGNED = {64: Buffers(8, True), 128: Buffers(5, True)}
+
+
+def suits(problem: Problem, level: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether the specialised kernels serve a call, all of whose tiled tensors these are.
+
+    `level` is that of its gradients. Only where it is asked for: it is not chosen by itself.
+    """
+    chosen = tiles.current()
+    if not chosen.specialised or any(name in ("keys", "queries") for name, _ in chosen.tiles):
+        return False
+    if level > 1 or problem.packed or problem.mask is not None:
+        return False
+    if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
+        return False
+    width = problem.q.shape[-1]
+    return width == problem.v.shape[-1] and width in _KEYS and use_descriptors(tensors)
+
+
+def keys_launch(
+    problem: Problem, level: int, grad_out: Tensor, dk: Tensor, dv: Tensor, *, signs: bool
+) -> Launch:
+    """The launch for dk and dv, called with the kernel's tensors."""
+    from reluformer.ops.triton.specialised_keys import specialised_keys_kernel
+
+    q, k, v = problem.q, problem.k, problem.v
+    tiled = [(each, _SIDE) for each in (q, k, v, grad_out, dk, dv)]
+    return _launch(
+        specialised_keys_kernel, problem, _KEYS[q.shape[-1]], tiled, k.shape[1], problem.max_k,
+        level, signs=signs,
+    )  # fmt: skip
+
+
+def queries_launch(
+    problem: Problem, level: int, grad_out: Tensor, dq: Tensor, *, signs: bool
+) -> Launch:
+    """The launch for dq, called with the kernel's tensors."""
+    from reluformer.ops.triton.specialised_queries import specialised_queries_kernel
+
+    q, k, v = problem.q, problem.k, problem.v
+    tiled = [(each, _SIDE) for each in (q, k, v, grad_out, dq)]
+    return _launch(
+        specialised_queries_kernel, problem, (_SIGNED if signs else _QUERIES)[q.shape[-1]], tiled,
+        q.shape[1], problem.max_q, level, signs=signs,
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: Any,
+    problem: Problem,
+    buffers: Buffers,
+    tiled: list[tuple[Tensor, int]],
+    heads: int,
+    length: int,
+    level: int,
+    *,
+    signs: bool,
+) -> Launch:
+    """Of a kernel that owns tiles of a sequence of that length for each of its heads."""
+    # Rows of both consumers.
+    count = triton.cdiv(length, 2 * _SIDE)
+    items = problem.q.shape[0] * heads * (triton.cdiv(count, 2) if problem.causal else count)
+    padded = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value
+    key_blocks = triton.cdiv(problem.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
+    # That dO comes with the factors of its rows is what `prescale` means.
+    tile = tiles.Tile(_SIDE, _SIDE, 4, buffers.stages, prescale=True)
+    shared = problem.switches(tile)
+    named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "num_warps")
+    return SpecialisedLaunch(
+        kernel,
+        tile,
+        min(items, processors(problem.q.device)),
+        tiled,
+        (
+            items, heads, count, problem.max_q, problem.max_k, key_blocks,
+            padded // _SIDE * key_blocks, padded, problem.scale, problem.unit,
+            problem.threshold_value, problem.length_exponent,
+        ),
+        {
+            **{name: shared[name] for name in named},
+            "ROWS": _SIDE,
+            "SIDE": _SIDE,
+            "STAGES": buffers.stages,
+            "IN_REGISTERS": buffers.in_registers,
+            "GRADS": level == 1,
+            "ROW_SCALE": problem.per_row,
+            "SIGNS": signs,
+        },
+    )  # fmt: skip
