@@ -51,7 +51,7 @@ def main() -> None:
         if "PTX" in options:
             options["PTX"] = True
         compiled = kernel.warmup(*args, grid=(programs,), **options)
-        specialised = kernel.__name__ == "specialised_kernel"
+        specialised = kernel.__name__.startswith("specialised")
         if "PTX" not in options and not specialised:
             return
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -62,7 +62,10 @@ def main() -> None:
         counts = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
         found[f"{kernel.__name__} {label}"] = {**counts, "shared": compiled.metadata.shared}
         if specialised:
-            found[f"{kernel.__name__} {label}"]["unguarded"] = unguarded(compiled.asm["ptx"])
+            found[f"{kernel.__name__} {label}"] |= {
+                "unguarded": unguarded(compiled.asm["ptx"]),
+                "unmade": unmade(code),
+            }
 
     driver.set_active(Hopper())
     launcher.run = compile_only
@@ -101,6 +104,12 @@ def main() -> None:
         label = label.replace("power 4, divided", "as in models").replace("power 4", "plain")
         if causal:
             specialised_forward(width, normalise)
+    for width, causal in itertools.product((64, 128), (False, True)):
+        label = f"width {width}, causal {causal}"
+        specialised_backward(width, causal, 1, None)
+        power = 1 if causal == (width == 128) else 8
+        label += ", scores" if power == 1 else ", power 8"
+        specialised_backward(width, causal, power, 0)
     print(json.dumps(found))
 
 
@@ -115,6 +124,79 @@ def unguarded(ptx: str) -> int:
         elif "mbarrier.arrive.shared" in line:
             count += not guarded
     return count
+
+
+def unmade(code: str) -> int:
+    """Products one of whose addresses some path reaches without having made it.
+
+    The assembler reuses addresses from before a loop that a path goes around.
+    """
+    body: list[tuple[bool, str, str]] = []
+    labels: dict[str, int] = {}
+    for line in code.splitlines():
+        if found := re.match(r"(\.L_x_\w+):", line):
+            labels[found[1]] = len(body)
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;", line):
+            body.append((bool(found[1]), found[2], found[3]))
+    made: list[set[int] | None] = [set(), *([None] * len(body))]
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        if at == len(body):
+            continue
+        conditional, name, rest = body[at]
+        before = made[at]
+        assert before is not None
+        after = before | _uniform_results(name, rest)
+        jumps = name.startswith(("BRA", "BRX"))
+        following = [labels[each] for each in re.findall(r"\.L_x_\w+", rest)] if jumps else []
+        if conditional or not name.startswith(("BRA", "BRX", "EXIT", "RET")):
+            following.append(at + 1)
+        for each in following:
+            known = made[each]
+            both = after if known is None else known & after
+            if both != known:
+                made[each] = both
+                waiting.append(each)
+    wanted = (_uniform_operands(name, rest) for _, name, rest in body)
+    return sum(
+        known is not None and not operands <= known
+        for operands, known in zip(wanted, made, strict=False)
+    )
+
+
+def _uniform_results(name: str, rest: str) -> set[int]:
+    """Uniform registers that an instruction writes."""
+    found = re.match(r"UR(\d+)", rest)
+    if not found or name.startswith(("SYNCS", "UTMA", "UBLKCP")):
+        return set()
+    width = 2 if ".64" in name or "WIDE" in name else 1
+    return set(range(int(found[1]), int(found[1]) + width))
+
+
+def _uniform_operands(name: str, rest: str) -> set[int]:
+    """Uniform registers with the addresses of a product's operands: of both, or of the second."""
+    found = re.search(r"gdesc\[UR(\d+)\]", rest)
+    if not found or not name.startswith("HGMMA"):
+        return set()
+    first = int(found[1])
+    return set(range(first if re.match(r"R\d+, gdesc", rest) else first + 2, first + 4))
+
+
+def specialised_backward(width: int, causal: bool, power: int, sign_bytes: int | None) -> None:
+    """A plain call, or above power 1 one of the models: padded, divided, a learned threshold."""
+    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
+    problem = launch.Problem(
+        q, q, q, None, None, None, None, None, None, None,
+        width**-0.5, 1.0, 0.0, 0.5, power, causal, 0, 0.0, 4096, 4096,
+    )  # fmt: skip
+    grads = backward_launch.Gradients(None, None, torch.empty_like(q), None, None)
+    if power > 1:
+        lengths = torch.zeros(1, dtype=torch.int32)
+        problem = problem._replace(key_lengths=lengths, threshold=torch.empty(2), normalise=1e-4)
+        grads = grads._replace(out=torch.empty_like(q), row_sum=torch.empty(q.shape[:3]))
+    with tiles.override(tma=True, sign_bytes=sign_bytes, specialised=True):
+        backward_launch.backward(problem, grads, need_shift=power > 1)
 
 
 def specialised_forward(width: int, normalise: float) -> None:
