@@ -35,6 +35,23 @@ from reluformer.ops.triton.specialised_parts import (
 
 
 @gluon.jit
+def _sequence(b, cu_q, cu_k, lengths, q_length, k_length):
+    """(batch index, first query row, first key row, Tq, Tk, keys that exist) of sequence `b`."""
+    batch = b
+    first_q = 0
+    first_k = 0
+    n_q = q_length
+    n_k = k_length
+    if cu_q is not None:
+        batch = b * 0
+        first_q = gl.load(cu_q + b).to(gl.int32)
+        first_k = gl.load(cu_k + b).to(gl.int32)
+        n_q = gl.load(cu_q + b + 1).to(gl.int32) - first_q
+        n_k = gl.load(cu_k + b + 1).to(gl.int32) - first_k
+    return batch, first_q, first_k, n_q, n_k, key_end(lengths, b, n_k)
+
+
+@gluon.jit
 def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
     return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))
 
@@ -90,7 +107,7 @@ def _weights(
 
 @gluon.jit
 def _producer(
-    q, k, v, lengths, buffers, barriers, items, heads, tiles, n_q, n_k,
+    q, k, v, lengths, cu_q, cu_k, buffers, barriers, items, heads, tiles, q_length, k_length,
     GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, Q_PLACES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -107,7 +124,9 @@ def _producer(
     for turn in range(0, turns + 1):
         b, h, tile = place_of(turn, items, heads, tiles, CAUSAL)
         row = tile * (CONSUMERS * ROWS)
-        end = key_end(lengths, b, n_k)
+        batch, first_q, first_k, n_q, n_k, end = _sequence(
+            b, cu_q, cu_k, lengths, q_length, k_length
+        )
         count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         # Consumers begin the next tile's scores before they end a tile, the last one's too.
         real = turn < turns
@@ -118,7 +137,7 @@ def _producer(
             bar = q_full.index(place)
             mbarrier.expect(bar, ROWS * D * 2)
             tma.async_copy_global_to_shared(
-                q, [b, h, row + part * ROWS, 0], bar, q_bufs.index(place)
+                q, [batch, h, first_q + row + part * ROWS, 0], bar, q_bufs.index(place)
             )
         q_at, q_phase = next_stage(q_at, q_phase, Q_PLACES)
         for j in range(0, count):
@@ -126,7 +145,7 @@ def _producer(
             bar = k_full.index(k_at)
             mbarrier.expect(bar, KEYS * D * 2)
             tma.async_copy_global_to_shared(
-                k, [b, h // GROUP, j * KEYS, 0], bar, k_bufs.index(k_at)
+                k, [batch, h // GROUP, first_k + j * KEYS, 0], bar, k_bufs.index(k_at)
             )
             k_at, k_phase = next_stage(k_at, k_phase, STAGES)
             if real:
@@ -134,7 +153,7 @@ def _producer(
                 bar = v_full.index(v_at)
                 mbarrier.expect(bar, KEYS * D * 2)
                 tma.async_copy_global_to_shared(
-                    v, [b, h // GROUP, j * KEYS, 0], bar, v_bufs.index(v_at)
+                    v, [batch, h // GROUP, first_k + j * KEYS, 0], bar, v_bufs.index(v_at)
                 )
                 v_at, v_phase = next_stage(v_at, v_phase, STAGES)
 
@@ -190,6 +209,29 @@ def _walk(
 
 
 @gluon.jit
+def _store_tile(out, spare, tile, batch, h, row, D: gl.constexpr, ROWS: gl.constexpr):
+    """Write a tile by a descriptor, once the store before has read the buffer: thread 0 knows."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    spare.reshape([ROWS, D]).store(tile)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out, [batch, h, row, 0], spare)
+
+
+@gluon.jit
+def _store_rows(
+    rest, tile, h, first, row, n_q, stride_h, stride_t, D: gl.constexpr, ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Write the rows of a tile that belong to a packed sequence."""
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    places = (first + rows).to(gl.int64)[:, None] * stride_t + cols[None, :]
+    gl.store(rest + h.to(gl.int64) * stride_h + places, tile, mask=(rows < n_q)[:, None])
+
+
+@gluon.jit
 def _row_factor(
     row, n_q, n_k, end, unit, gamma, h, length_exponent, ROWS: gl.constexpr,
     CAUSAL: gl.constexpr, LAYOUT: gl.constexpr,
@@ -207,8 +249,9 @@ def _row_factor(
 
 @gluon.jit
 def _consumer(
-    out, row_sum, gamma, threshold, lengths, buffers, o_bufs, barriers, items, heads, tiles,
-    n_q, n_k, scale, unit, threshold_value, length_exponent, epsilon,
+    out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, buffers, o_bufs, barriers, items,
+    heads, tiles, q_length, k_length, stride_oh, stride_ot, scale, unit, threshold_value,
+    length_exponent, epsilon,
     part: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, Q_PLACES: gl.constexpr, Q_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, POWER: gl.constexpr,
@@ -224,7 +267,6 @@ def _consumer(
     q_bufs, k_bufs, v_bufs = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     spare = o_bufs.index(part)
-    offset = n_k - n_q
     turns = turns_of(items, CAUSAL)
     k_at = 0
     k_phase = 0
@@ -243,7 +285,10 @@ def _consumer(
     for turn in range(0, turns):
         b, h, index = place_of(turn, items, heads, tiles, CAUSAL)
         row = index * (CONSUMERS * ROWS)
-        end = key_end(lengths, b, n_k)
+        batch, first_q, first_k, n_q, n_k, end = _sequence(
+            b, cu_q, cu_k, lengths, q_length, k_length
+        )
+        offset = n_k - n_q
         count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         row += part * ROWS
         mine, whole = key_tiles(row, n_q, n_k, end, ROWS, KEYS, CAUSAL, TAIL)
@@ -284,7 +329,7 @@ def _consumer(
             mbarrier.arrive(q_empty.index(q_at * CONSUMERS + part), count=1)
         mbarrier.wait(v_full.index(v_at), v_phase)
         values = v_bufs.index(v_at).reshape([KEYS, D])
-        if lengths is not None:
+        if lengths is not None or cu_q is not None:
             # The store of the tile before must have read the buffer: thread 0 knows.
             tma.store_wait(0)
             gl.thread_barrier()
@@ -321,29 +366,40 @@ def _consumer(
             if DIVIDE:
                 row_scale = factor / (sums + epsilon)
             rows = row + gl.arange(0, ROWS, row_layout)
-            places = row_sum + (b * heads + h).to(gl.int64) * n_q + rows
+            if cu_q is None:
+                places = row_sum + (b * heads + h).to(gl.int64) * n_q + rows
+            else:
+                places = row_sum + (first_q + rows).to(gl.int64) * heads + h
             gl.store(places, sums, mask=rows < n_q)
-        tma.store_wait(0)
-        gl.thread_barrier()
-        spare.reshape([ROWS, D]).store((acc * row_scale[:, None]).to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(out, [b, h, row, 0], spare)
-        s = warpgroup_mma_wait(0, [s])
+        result = (acc * row_scale[:, None]).to(gl.bfloat16)
+        if cu_q is None:
+            _store_tile(out, spare, result, batch, h, row, D, ROWS)
+            s = warpgroup_mma_wait(0, [s])
+        else:
+            # Not with a product under way around branches. A descriptor knows the end of the
+            # tensor, not that of a packed sequence.
+            s = warpgroup_mma_wait(0, [s])
+            if row + ROWS <= n_q:
+                _store_tile(out, spare, result, batch, h, first_q + row, D, ROWS)
+            else:
+                _store_rows(
+                    rest, result, h, first_q, row, n_q, stride_oh, stride_ot, D, ROWS, o_layout
+                )
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["items", "heads", "tiles", "n_q", "n_k"])
+@gluon.jit(do_not_specialize=["items", "heads", "tiles", "q_length", "k_length"])
 def specialised_kernel(
-    q, k, v, out, row_sum, gamma, threshold, lengths, items, heads, tiles, n_q, n_k, scale,
-    unit, threshold_value, length_exponent, epsilon,
+    q, k, v, out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, items, heads, tiles,
+    q_length, k_length, stride_oh, stride_ot, scale, unit, threshold_value, length_exponent,
+    epsilon,
     GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
     POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
     SUMS: gl.constexpr, DIVIDE: gl.constexpr,
 ):  # fmt: skip
     """Output tiles of [B, H, Tq, D] and, with `SUMS`, row sums [B, H, Tq]; see `forward_kernel`."""
-    TAIL: gl.constexpr = HAS_THRESHOLD or lengths is not None
+    TAIL: gl.constexpr = HAS_THRESHOLD or lengths is not None or cu_q is not None
     Q_PLACES: gl.constexpr = 1 if Q_REGISTERS else 2
     Q_TILES: gl.constexpr = Q_PLACES * CONSUMERS
     q_bufs = gl.allocate_shared_memory(q.dtype, [Q_TILES, 1, 1, ROWS, D], q.layout)
@@ -373,20 +429,20 @@ def specialised_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out, row_sum, gamma, threshold, lengths, buffers, o_bufs, barriers, items, heads,
-                tiles, n_q, n_k, scale, unit, threshold_value, length_exponent, epsilon, 0, D,
-                ROWS, KEYS, STAGES, Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD,
-                PRESCALE, SUMS, DIVIDE,
+                out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, buffers, o_bufs,
+                barriers, items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
+                unit, threshold_value, length_exponent, epsilon, 0, D, ROWS, KEYS, STAGES,
+                Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD, PRESCALE, SUMS, DIVIDE,
             )),
             (_consumer, (
-                out, row_sum, gamma, threshold, lengths, buffers, o_bufs, barriers, items, heads,
-                tiles, n_q, n_k, scale, unit, threshold_value, length_exponent, epsilon, 1, D,
-                ROWS, KEYS, STAGES, Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD,
-                PRESCALE, SUMS, DIVIDE,
+                out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, buffers, o_bufs,
+                barriers, items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
+                unit, threshold_value, length_exponent, epsilon, 1, D, ROWS, KEYS, STAGES,
+                Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD, PRESCALE, SUMS, DIVIDE,
             )),
             (_producer, (
-                q, k, v, lengths, buffers, barriers, items, heads, tiles, n_q, n_k, GROUP, D,
-                ROWS, KEYS, STAGES, Q_PLACES, CAUSAL, TAIL,
+                q, k, v, lengths, cu_q, cu_k, buffers, barriers, items, heads, tiles, q_length,
+                k_length, GROUP, D, ROWS, KEYS, STAGES, Q_PLACES, CAUSAL, TAIL,
             )),
         ],
         [4, 1],

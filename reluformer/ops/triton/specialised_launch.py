@@ -49,8 +49,10 @@ class _ForwardLaunch(SpecialisedLaunch):
     """One that is called like a launch of the plain forward kernel."""
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *_ = tensors
-        super().__call__(q, k, v, out, row_sum, gamma, threshold, lengths)
+        q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *more = tensors
+        _mask, cu_q, cu_k, _seed = more
+        rest = None if cu_q is None else out
+        super().__call__(q, k, v, out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k)
 
 
 def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
@@ -58,7 +60,7 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     forced = tiles.current().specialised
     if forced is False or any(name == "forward" for name, _ in tiles.current().tiles):
         return False
-    if statistics > 1 or problem.packed or problem.mask is not None:
+    if statistics > 1 or problem.mask is not None or (problem.packed and not forced):
         return False
     if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
         return False
@@ -95,8 +97,9 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
         min(items, processors(q.device)),
         [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
         (
-            items, q.shape[1], _tiles(problem, tile), problem.max_q, problem.max_k, problem.scale,
-            problem.unit, problem.threshold_value, problem.length_exponent, problem.epsilon,
+            items, q.shape[1], _tiles(problem, tile), problem.max_q, problem.max_k,
+            *out.stride()[1:3], problem.scale, problem.unit, problem.threshold_value,
+            problem.length_exponent, problem.epsilon,
         ),
         {
             **{name: shared[name] for name in named},
@@ -124,4 +127,4 @@ def _items(problem: Problem, tile: Tile) -> int:
     """Tiles, or pairs of them where rows see different numbers of keys."""
     count = _tiles(problem, tile)
     each = triton.cdiv(count, 2) if problem.causal else count
-    return int(problem.q.shape[0] * problem.q.shape[1] * each)
+    return int(problem.sequences * problem.q.shape[1] * each)

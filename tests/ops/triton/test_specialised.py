@@ -1,7 +1,9 @@
 """The specialised forward against the formula: in slow motion, and on the device (`-m gpu`)."""
 
+import itertools
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,9 @@ def run(
     slow_motion.launch(
         source["specialised_kernel"], min(programs, items),
         slow_motion.Descriptor(q, ROWS), slow_motion.Descriptor(k, KEYS),
-        slow_motion.Descriptor(v, KEYS), slow_motion.Descriptor(out, ROWS), *pointers,
-        items, heads, tiles, queries, keys, scale, 1.0 if power > 2 else scale**power, 0.0, 0.5,
-        1e-3 if divide else None,
+        slow_motion.Descriptor(v, KEYS), slow_motion.Descriptor(out, ROWS), None, *pointers, None,
+        None, items, heads, tiles, queries, keys, 0, 0, scale,
+        1.0 if power > 2 else scale**power, 0.0, 0.5, 1e-3 if divide else None,
         seed=seed, GROUP=group, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
         Q_REGISTERS=in_registers, CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None,
         PRESCALE=power > 2, SUMS=sums, DIVIDE=divide,
@@ -116,6 +118,49 @@ def test_matches_the_formula_whatever_comes_late(
     )  # fmt: skip
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), min_size=1, max_size=4),
+    programs=st.integers(1, 5),
+    causal=st.booleans(),
+    in_registers=st.booleans(),
+)
+def test_packed_sequences_keep_to_themselves(
+    lengths: list[tuple[int, int]], programs: int, causal: bool, in_registers: bool
+) -> None:
+    heads, scale = 2, WIDTH**-0.5
+    ends_q, ends_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))
+    # Two rows more than the sequences have: what they hold belongs to nobody.
+    q = torch.randn(1, heads, ends_q[-1] + 2, WIDTH).bfloat16()
+    k, v = (torch.randn(1, heads, ends_k[-1] + 2, WIDTH).bfloat16() for _ in range(2))
+    k[:, :, -2:] = v[:, :, -2:] = float("nan")
+    out = torch.full_like(q, 7.0)
+    row_sum = torch.full((q.shape[2], heads), 7.0)
+    longest = max(each for each, _ in lengths)
+    tiles = max(1, math.ceil(longest / (2 * ROWS)))
+    items = len(lengths) * heads * (math.ceil(tiles / 2) if causal else tiles)
+    cu = [slow_motion.Pointer(torch.tensor(each)) for each in (ends_q, ends_k)]
+    slow_motion.launch(
+        SOURCE["specialised_kernel"], min(programs, items), slow_motion.Descriptor(q, ROWS),
+        slow_motion.Descriptor(k, KEYS), slow_motion.Descriptor(v, KEYS),
+        slow_motion.Descriptor(out, ROWS), slow_motion.Pointer(out), slow_motion.Pointer(row_sum),
+        None, None, None, *cu, items, heads, tiles, longest, 60, *out.stride()[1:3], scale, scale,
+        0.0, 0.5, None, seed=0, GROUP=1, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
+        Q_REGISTERS=in_registers, CAUSAL=causal, POWER=1, HAS_THRESHOLD=False, PRESCALE=False,
+        SUMS=True, DIVIDE=False,
+    )  # fmt: skip
+    for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        wanted = relu_attention(
+            q[:, :, q0:q1].double(), k[:, :, k0:k1].double(), v[:, :, k0:k1].double(),
+            causal=causal, return_sums="row_sum", impl="reference",
+        )  # fmt: skip
+        found = out[:, :, q0:q1].double()
+        assert (found - wanted.output).norm() <= 6e-3 * wanted.output.norm() + 1e-6
+        sums = row_sum[q0:q1].T.double()
+        assert (sums - wanted.sums.row_sum[0]).norm() <= 6e-3 * sums.norm() + 1e-6
+    assert (out[:, :, -2:] == 7).all() and (row_sum[-2:] == 7).all()
+
+
 RELEASE_V = "mbarrier.arrive(v_empty.index(v_at), count=1)"
 # Each is a mistake that a GPU might forgive on most days.
 MISTAKES = {
@@ -127,8 +172,8 @@ MISTAKES = {
     "unread tiles are kept": ("for _ in range(mine, count):", "for _ in range(mine, mine):"),
     "values of padding are read": ("            values = clean(", "            clean("),
     "an output is overwritten before it is stored": (
-        "        tma.store_wait(0)\n        gl.thread_barrier()\n        spare",
-        "        gl.thread_barrier()\n        spare",
+        "    tma.store_wait(0)\n    gl.thread_barrier()\n    spare",
+        "    gl.thread_barrier()\n    spare",
     ),
 }
 
