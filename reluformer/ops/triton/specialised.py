@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
     clean,
+    give_back,
     key_end,
     key_tiles,
     next_stage,
@@ -169,7 +170,7 @@ def _queries(
     tile = q_bufs.index(place).reshape([ROWS, D])
     if IN_REGISTERS:
         tile = tile.load(LAYOUT)
-        mbarrier.arrive(q_empty.index(place), count=1)
+        give_back(q_empty.index(place))
     return tile
 
 

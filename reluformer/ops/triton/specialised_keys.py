@@ -23,6 +23,7 @@ from reluformer.ops.triton.specialised_backward import (
 from reluformer.ops.triton.specialised_pairs import leave_signs, operand, sloped, weighed
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
+    give_back,
     key_end,
     next_stage,
     opaque,
@@ -106,7 +107,7 @@ def _consumer(
         cut = cut_of(threshold, threshold_value, scale, g * GROUP, PRESCALE)
         v_tile = owned(v_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
         if IN_REGISTERS:
-            mbarrier.arrive(own_empty.index(part), count=1)
+            give_back(own_empty.index(part))
         p, steep = _weights(
             s, key, low * SIDE, offset, cut, scale, CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, s_layout
         )

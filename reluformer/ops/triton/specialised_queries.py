@@ -34,6 +34,7 @@ from reluformer.ops.triton.specialised_pairs import (
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
     clean,
+    give_back,
     key_end,
     key_tiles,
     next_stage,
@@ -122,7 +123,7 @@ def _consumer(
         q_tile = owned(q_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
     g_tile = owned(g_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
     if IN_REGISTERS:
-        mbarrier.arrive(own_empty.index(part), count=1)
+        give_back(own_empty.index(part))
     mbarrier.wait(full.index(0), 0)
     if SIGNS:
         b, h, tile = place_of(0, items, heads, tiles, CAUSAL)
@@ -230,7 +231,7 @@ def _consumer(
             q_tile = owned(q_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
         g_tile = owned(g_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
         if IN_REGISTERS:
-            mbarrier.arrive(own_empty.index(part), count=1)
+            give_back(own_empty.index(part))
         mbarrier.wait(full.index(at), phase)
         if SIGNS:
             next_b, next_h, tile = place_of(turn + 1, items, heads, tiles, CAUSAL)

@@ -114,13 +114,16 @@ def main() -> None:
 
 
 def unguarded(ptx: str) -> int:
-    """Buffers given back with no barrier between the warps' last read and the one arrival."""
-    guarded, count = True, 0
+    """Buffers given back with no barrier between the warps' last read and the one arrival, or after
+    loads with no fence before it: a barrier does not wait for what they read."""
+    guarded, fenced, count = True, True, 0
     for line in ptx.splitlines():
         if "wgmma.wait_group" in line or "ldmatrix" in line:
-            guarded = False
+            guarded, fenced = False, fenced and "ldmatrix" not in line
+        elif "fence.proxy.async" in line:
+            fenced = True
         elif "bar.sync" in line:
-            guarded = True
+            guarded = fenced
         elif "mbarrier.arrive.shared" in line:
             count += not guarded
     return count

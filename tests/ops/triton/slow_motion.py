@@ -2,8 +2,9 @@
 
 Every partition is a thread, and everything asynchronous happens as late as it may: a copy into
 shared memory leaves NaN until it arrives some time later, a product reads its operands only when it
-is waited for, and so does the store of a tile. A buffer released too early or read too soon shows
-as NaN or as wrong numbers; a barrier nobody arrives at as a deadlock. Layouts mean nothing here.
+is waited for, and so does the store of a tile; a load reads when a fence or its user asks for it. A
+buffer released too early or read too soon shows as NaN or as wrong numbers; a barrier nobody
+arrives at as a deadlock. Layouts mean nothing here.
 """
 
 import random
@@ -64,11 +65,25 @@ class Buffers:
     def slice(self, start: int, length: int, dim: int) -> "Buffers":
         return Buffers(self.data.narrow(dim, start, length))
 
-    def load(self, layout: object) -> Tensor:
-        return self.data.clone()  # type: ignore[no-any-return]
+    def load(self, layout: object) -> "Late":
+        return Late(self)
 
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
+
+
+class Late:
+    """What a buffer is read into: not before it is used, or a fence asks for it."""
+
+    def __init__(self, source: Buffers) -> None:
+        self.source, self.dtype = source, source.data.dtype
+        self.result: Tensor | None = None
+        _local.loads.append(self)
+
+    def make(self) -> Tensor:
+        if self.result is None:
+            self.result = self.source.data.clone()
+        return self.result
 
 
 class Barrier:
@@ -91,14 +106,16 @@ class Product:
         self.result: Tensor | None = None
 
     def make(self) -> None:
-        left = self.left.data if isinstance(self.left, Buffers) else self.left
+        left = self.left.data if isinstance(self.left, Buffers) else _value(self.left)
         self.result = left.float() @ self.right.data.float()
         if bool(self.use_acc):
             self.result = self.result + _value(self.before)
 
 
 def _value(x: Any) -> Tensor:
-    """A tensor, or the result of a product, which must have been waited for."""
+    """A tensor, what is loaded, or the result of a product, which must have been waited for."""
+    if isinstance(x, Late):
+        return x.make()
     if isinstance(x, Product):
         assert x.result is not None, "a result is read before it is there"
         return x.result
@@ -124,7 +141,7 @@ class Machine:
             raise self.failures[0]
 
     def _part(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        _local.machine, _local.products, _local.stores = self, [], []
+        _local.machine, _local.products, _local.stores, _local.loads = self, [], [], []
         try:
             function(*args)
             assert not _local.stores, "a program ends before its stores"
@@ -221,6 +238,11 @@ def _await_stores(left: int) -> None:
         part.copy_(source.data.view(target.rows, -1)[: part.shape[0]])
 
 
+def _fence() -> None:
+    while _local.loads:
+        _local.loads.pop().make()
+
+
 def _initialise(bar: Buffers, count: int) -> None:
     bar.data[0].count = bar.data[0].pending = count
 
@@ -291,7 +313,7 @@ def _runtime() -> dict[str, Any]:
         "gluon": SimpleNamespace(jit=jit),
         "gl": _language(),
         "range": _range,
-        "fence_async_shared": lambda: None,
+        "fence_async_shared": _fence,
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: None,
             init=_initialise,
@@ -314,5 +336,5 @@ def launch(
 ) -> None:
     """Run all programs, one after the other."""
     for program in range(programs):
-        _local.machine = Machine(program, programs, seed + program)
+        _local.machine, _local.loads = Machine(program, programs, seed + program), []
         kernel(*args, **options)
