@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from reluformer.ops.triton.schedule import FIELDS
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
     clean,
@@ -36,20 +37,30 @@ from reluformer.ops.triton.specialised_parts import (
 
 
 @gluon.jit
-def _sequence(b, cu_q, cu_k, lengths, q_length, k_length):
-    """(batch index, first query row, first key row, Tq, Tk, keys that exist) of sequence `b`."""
-    batch = b
-    first_q = 0
-    first_k = 0
-    n_q = q_length
-    n_k = k_length
-    if cu_q is not None:
-        batch = b * 0
-        first_q = gl.load(cu_q + b).to(gl.int32)
-        first_k = gl.load(cu_k + b).to(gl.int32)
-        n_q = gl.load(cu_q + b + 1).to(gl.int32) - first_q
-        n_k = gl.load(cu_k + b + 1).to(gl.int32) - first_k
-    return batch, first_q, first_k, n_q, n_k, key_end(lengths, b, n_k)
+def _place(turn, items, heads, tiles, work, lengths, q_length, k_length, PAIRED: gl.constexpr):
+    """(batch index, head, tile, first query and key row, Tq, Tk, keys that exist) of a turn.
+
+    `work` lists the tiles of packed sequences: `schedule.py`.
+    """
+    if work is None:
+        batch, h, tile = place_of(turn, items, heads, tiles, PAIRED)
+        first_q = 0
+        first_k = 0
+        n_q = q_length
+        n_k = k_length
+    else:
+        at = turn // 2 if PAIRED else turn
+        item = gl.program_id(0) + at * gl.num_programs(0)
+        item = gl.maximum(gl.minimum(item, items - 1), 0)
+        batch = item * 0
+        h = item % heads
+        entry = work + 1 + item // heads * FIELDS
+        tile = gl.load(entry + turn % 2)
+        first_q = gl.load(entry + 2)
+        first_k = gl.load(entry + 3)
+        n_q = gl.load(entry + 4)
+        n_k = gl.load(entry + 5)
+    return batch, h, tile, first_q, first_k, n_q, n_k, key_end(lengths, batch, n_k)
 
 
 @gluon.jit
@@ -108,7 +119,7 @@ def _weights(
 
 @gluon.jit
 def _producer(
-    q, k, v, lengths, cu_q, cu_k, buffers, barriers, items, heads, tiles, q_length, k_length,
+    q, k, v, lengths, work, buffers, barriers, items, heads, tiles, q_length, k_length,
     GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, Q_PLACES: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -123,11 +134,10 @@ def _producer(
     q_at = 0
     q_phase = 1
     for turn in range(0, turns + 1):
-        b, h, tile = place_of(turn, items, heads, tiles, CAUSAL)
-        row = tile * (CONSUMERS * ROWS)
-        batch, first_q, first_k, n_q, n_k, end = _sequence(
-            b, cu_q, cu_k, lengths, q_length, k_length
+        batch, h, tile, first_q, first_k, n_q, n_k, end = _place(
+            turn, items, heads, tiles, work, lengths, q_length, k_length, CAUSAL
         )
+        row = tile * (CONSUMERS * ROWS)
         count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         # Consumers begin the next tile's scores before they end a tile, the last one's too.
         real = turn < turns
@@ -250,7 +260,7 @@ def _row_factor(
 
 @gluon.jit
 def _consumer(
-    out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, buffers, o_bufs, barriers, items,
+    out, rest, row_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers, items,
     heads, tiles, q_length, k_length, stride_oh, stride_ot, scale, unit, threshold_value,
     length_exponent, epsilon,
     part: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
@@ -284,11 +294,10 @@ def _consumer(
     s = warpgroup_mma(tile, keys, s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
     for turn in range(0, turns):
-        b, h, index = place_of(turn, items, heads, tiles, CAUSAL)
-        row = index * (CONSUMERS * ROWS)
-        batch, first_q, first_k, n_q, n_k, end = _sequence(
-            b, cu_q, cu_k, lengths, q_length, k_length
+        batch, h, index, first_q, first_k, n_q, n_k, end = _place(
+            turn, items, heads, tiles, work, lengths, q_length, k_length, CAUSAL
         )
+        row = index * (CONSUMERS * ROWS)
         offset = n_k - n_q
         count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         row += part * ROWS
@@ -330,7 +339,7 @@ def _consumer(
             mbarrier.arrive(q_empty.index(q_at * CONSUMERS + part), count=1)
         mbarrier.wait(v_full.index(v_at), v_phase)
         values = v_bufs.index(v_at).reshape([KEYS, D])
-        if lengths is not None or cu_q is not None:
+        if lengths is not None or work is not None:
             # The store of the tile before must have read the buffer: thread 0 knows.
             tma.store_wait(0)
             gl.thread_barrier()
@@ -367,13 +376,13 @@ def _consumer(
             if DIVIDE:
                 row_scale = factor / (sums + epsilon)
             rows = row + gl.arange(0, ROWS, row_layout)
-            if cu_q is None:
-                places = row_sum + (b * heads + h).to(gl.int64) * n_q + rows
+            if work is None:
+                places = row_sum + (batch * heads + h).to(gl.int64) * n_q + rows
             else:
                 places = row_sum + (first_q + rows).to(gl.int64) * heads + h
             gl.store(places, sums, mask=rows < n_q)
         result = (acc * row_scale[:, None]).to(gl.bfloat16)
-        if cu_q is None:
+        if work is None:
             _store_tile(out, spare, result, batch, h, row, D, ROWS)
             s = warpgroup_mma_wait(0, [s])
         else:
@@ -391,7 +400,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["items", "heads", "tiles", "q_length", "k_length"])
 def specialised_kernel(
-    q, k, v, out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, items, heads, tiles,
+    q, k, v, out, rest, row_sum, gamma, threshold, lengths, work, items, heads, tiles,
     q_length, k_length, stride_oh, stride_ot, scale, unit, threshold_value, length_exponent,
     epsilon,
     GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
@@ -400,7 +409,9 @@ def specialised_kernel(
     SUMS: gl.constexpr, DIVIDE: gl.constexpr,
 ):  # fmt: skip
     """Output tiles of [B, H, Tq, D] and, with `SUMS`, row sums [B, H, Tq]; see `forward_kernel`."""
-    TAIL: gl.constexpr = HAS_THRESHOLD or lengths is not None or cu_q is not None
+    TAIL: gl.constexpr = HAS_THRESHOLD or lengths is not None or work is not None
+    if work is not None:
+        items = gl.load(work) * heads
     Q_PLACES: gl.constexpr = 1 if Q_REGISTERS else 2
     Q_TILES: gl.constexpr = Q_PLACES * CONSUMERS
     q_bufs = gl.allocate_shared_memory(q.dtype, [Q_TILES, 1, 1, ROWS, D], q.layout)
@@ -430,20 +441,20 @@ def specialised_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, buffers, o_bufs,
-                barriers, items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
+                out, rest, row_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers,
+                items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
                 unit, threshold_value, length_exponent, epsilon, 0, D, ROWS, KEYS, STAGES,
                 Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD, PRESCALE, SUMS, DIVIDE,
             )),
             (_consumer, (
-                out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k, buffers, o_bufs,
-                barriers, items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
+                out, rest, row_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers,
+                items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
                 unit, threshold_value, length_exponent, epsilon, 1, D, ROWS, KEYS, STAGES,
                 Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD, PRESCALE, SUMS, DIVIDE,
             )),
             (_producer, (
-                q, k, v, lengths, cu_q, cu_k, buffers, barriers, items, heads, tiles, q_length,
-                k_length, GROUP, D, ROWS, KEYS, STAGES, Q_PLACES, CAUSAL, TAIL,
+                q, k, v, lengths, work, buffers, barriers, items, heads, tiles, q_length, k_length,
+                GROUP, D, ROWS, KEYS, STAGES, Q_PLACES, CAUSAL, TAIL,
             )),
         ],
         [4, 1],

@@ -9,6 +9,7 @@ from torch import Tensor
 from reluformer.ops.triton import tiles
 from reluformer.ops.triton.launcher import Launch, View, processors, use_descriptors
 from reluformer.ops.triton.problem import Problem, interpreting
+from reluformer.ops.triton.schedule import MOST, Size, schedule, size
 
 # Gluon is young: only versions on which the tests have run on a GPU.
 _TESTED = triton.__version__.startswith("3.6.")
@@ -48,11 +49,17 @@ class SpecialisedLaunch(Launch):
 class _ForwardLaunch(SpecialisedLaunch):
     """One that is called like a launch of the plain forward kernel."""
 
+    room = Size(0, 0)
+    """Of the list of work on packed sequences."""
+
     def __call__(self, *tensors: Tensor | None) -> None:
         q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *more = tensors
         _mask, cu_q, cu_k, _seed = more
-        rest = None if cu_q is None else out
-        super().__call__(q, k, v, out, rest, row_sum, gamma, threshold, lengths, cu_q, cu_k)
+        rest = work = None
+        if cu_q is not None and cu_k is not None:
+            rows, paired = 2 * self.tile.queries, self.switches["CAUSAL"]
+            rest, work = out, schedule(cu_q, cu_k, self.room, rows, paired=paired)
+        super().__call__(q, k, v, out, rest, row_sum, gamma, threshold, lengths, work)
 
 
 def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
@@ -61,6 +68,8 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     if forced is False or any(name == "forward" for name, _ in tiles.current().tiles):
         return False
     if statistics > 1 or problem.mask is not None or (problem.packed and not forced):
+        return False
+    if problem.packed and problem.sequences > MOST:
         return False
     if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
         return False
@@ -91,7 +100,7 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
     like = tiles.Tile(tile.rows, tile.keys, 4, tile.stages)
     shared = problem.switches(like)
     named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "DIVIDE", "num_warps")
-    return _ForwardLaunch(
+    made = _ForwardLaunch(
         specialised_kernel,
         like,
         min(items, processors(q.device)),
@@ -110,6 +119,9 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
             "SUMS": statistics == 1,
         },
     )  # fmt: skip
+    if problem.packed:
+        made.room = _room(problem, tile)
+    return made
 
 
 def _on_hopper(tensor: Tensor) -> bool:
@@ -124,7 +136,16 @@ def _tiles(problem: Problem, tile: Tile) -> int:
 
 
 def _items(problem: Problem, tile: Tile) -> int:
-    """Tiles, or pairs of them where rows see different numbers of keys."""
+    """Tiles, or pairs of them where rows see different numbers of keys; of packed sequences as many
+    as there may be."""
+    if problem.packed:
+        return int(_room(problem, tile).most * problem.q.shape[1])
     count = _tiles(problem, tile)
     each = triton.cdiv(count, 2) if problem.causal else count
     return int(problem.sequences * problem.q.shape[1] * each)
+
+
+def _room(problem: Problem, tile: Tile) -> Size:
+    """For the list of work on packed sequences."""
+    tokens, rows = problem.q.shape[2], 2 * tile.rows
+    return size(tokens, problem.sequences, problem.max_q, rows, paired=problem.causal)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from reluformer.ops.triton import backward_launch, decode_launch, launch, launcher, tiles
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.ops.triton.assembly import unguarded, unmade
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PATTERNS = {
@@ -111,79 +116,6 @@ def main() -> None:
         label += ", scores" if power == 1 else ", power 8"
         specialised_backward(width, causal, power, 0)
     print(json.dumps(found))
-
-
-def unguarded(ptx: str) -> int:
-    """Buffers given back with no barrier between the warps' last read and the one arrival, or after
-    loads with no fence before it: a barrier does not wait for what they read."""
-    guarded, fenced, count = True, True, 0
-    for line in ptx.splitlines():
-        if "wgmma.wait_group" in line or "ldmatrix" in line:
-            guarded, fenced = False, fenced and "ldmatrix" not in line
-        elif "fence.proxy.async" in line:
-            fenced = True
-        elif "bar.sync" in line:
-            guarded = fenced
-        elif "mbarrier.arrive.shared" in line:
-            count += not guarded
-    return count
-
-
-def unmade(code: str) -> int:
-    """Products one of whose addresses some path reaches without having made it.
-
-    The assembler reuses addresses from before a loop that a path goes around.
-    """
-    body: list[tuple[bool, str, str]] = []
-    labels: dict[str, int] = {}
-    for line in code.splitlines():
-        if found := re.match(r"(\.L_x_\w+):", line):
-            labels[found[1]] = len(body)
-        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;", line):
-            body.append((bool(found[1]), found[2], found[3]))
-    made: list[set[int] | None] = [set(), *([None] * len(body))]
-    waiting = [0]
-    while waiting:
-        at = waiting.pop()
-        if at == len(body):
-            continue
-        conditional, name, rest = body[at]
-        before = made[at]
-        assert before is not None
-        after = before | _uniform_results(name, rest)
-        jumps = name.startswith(("BRA", "BRX"))
-        following = [labels[each] for each in re.findall(r"\.L_x_\w+", rest)] if jumps else []
-        if conditional or not name.startswith(("BRA", "BRX", "EXIT", "RET")):
-            following.append(at + 1)
-        for each in following:
-            known = made[each]
-            both = after if known is None else known & after
-            if both != known:
-                made[each] = both
-                waiting.append(each)
-    wanted = (_uniform_operands(name, rest) for _, name, rest in body)
-    return sum(
-        known is not None and not operands <= known
-        for operands, known in zip(wanted, made, strict=False)
-    )
-
-
-def _uniform_results(name: str, rest: str) -> set[int]:
-    """Uniform registers that an instruction writes."""
-    found = re.match(r"UR(\d+)", rest)
-    if not found or name.startswith(("SYNCS", "UTMA", "UBLKCP")):
-        return set()
-    width = 2 if ".64" in name or "WIDE" in name else 1
-    return set(range(int(found[1]), int(found[1]) + width))
-
-
-def _uniform_operands(name: str, rest: str) -> set[int]:
-    """Uniform registers with the addresses of a product's operands: of both, or of the second."""
-    found = re.search(r"gdesc\[UR(\d+)\]", rest)
-    if not found or not name.startswith("HGMMA"):
-        return set()
-    first = int(found[1])
-    return set(range(first if re.match(r"R\d+, gdesc", rest) else first + 2, first + 4))
 
 
 def specialised_backward(width: int, causal: bool, power: int, sign_bytes: int | None) -> None:

@@ -7,6 +7,7 @@ buffer released too early or read too soon shows as NaN or as wrong numbers; a b
 arrives at as a deadlock. Layouts mean nothing here.
 """
 
+import importlib
 import random
 import re
 import threading
@@ -289,9 +290,15 @@ def _kernels(path: Path, change: tuple[str, str]) -> tuple[dict[str, Any], bool]
     source = source.replace(*change) if change[0] else source
     names = _runtime()
     for module, imported in _OWN.findall(source):
+        wanted = re.findall(r"\w+", imported)
+        if not module.startswith("specialised"):
+            # Constants of other kernels.
+            others = vars(importlib.import_module(f"reluformer.ops.triton.{module}"))
+            names |= {name: others[name].value for name in wanted}
+            continue
         others, there = _kernels(path.with_name(f"{module}.py"), change)
         changed |= there
-        names |= {name: others[name] for name in re.findall(r"\w+", imported)}
+        names |= {name: others[name] for name in wanted}
     for imports in (_OWN, _TRITON):
         source = imports.sub(lambda found: "\n" * found[0].count("\n"), source)
     # Layouts mean nothing, and a cast that keeps the bits has another name.

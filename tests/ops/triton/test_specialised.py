@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reluformer import relu_attention
-from reluformer.ops.triton import launcher, op, tiles
+from reluformer.ops.triton import launcher, op, schedule, tiles
 from reluformer.ops.triton.specialised_launch import SpecialisedLaunch
 from tests.ops.rectified import Case, arguments
 from tests.ops.rectified import check as check_gradients
@@ -66,7 +66,7 @@ def run(
         source["specialised_kernel"], min(programs, items),
         slow_motion.Descriptor(q, ROWS), slow_motion.Descriptor(k, KEYS),
         slow_motion.Descriptor(v, KEYS), slow_motion.Descriptor(out, ROWS), None, *pointers, None,
-        None, items, heads, tiles, queries, keys, 0, 0, scale,
+        items, heads, tiles, queries, keys, 0, 0, scale,
         1.0 if power > 2 else scale**power, 0.0, 0.5, 1e-3 if divide else None,
         seed=seed, GROUP=group, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
         Q_REGISTERS=in_registers, CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None,
@@ -136,16 +136,17 @@ def test_packed_sequences_keep_to_themselves(
     k[:, :, -2:] = v[:, :, -2:] = float("nan")
     out = torch.full_like(q, 7.0)
     row_sum = torch.full((q.shape[2], heads), 7.0)
-    longest = max(each for each, _ in lengths)
-    tiles = max(1, math.ceil(longest / (2 * ROWS)))
-    items = len(lengths) * heads * (math.ceil(tiles / 2) if causal else tiles)
-    cu = [slow_motion.Pointer(torch.tensor(each)) for each in (ends_q, ends_k)]
+    longest = max(1, *(each for each, _ in lengths))
+    room = schedule.size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
+    cu = (torch.tensor(each) for each in (ends_q, ends_k))
+    work = schedule.schedule(*cu, room, 2 * ROWS, paired=causal)
     slow_motion.launch(
-        SOURCE["specialised_kernel"], min(programs, items), slow_motion.Descriptor(q, ROWS),
+        SOURCE["specialised_kernel"], programs, slow_motion.Descriptor(q, ROWS),
         slow_motion.Descriptor(k, KEYS), slow_motion.Descriptor(v, KEYS),
         slow_motion.Descriptor(out, ROWS), slow_motion.Pointer(out), slow_motion.Pointer(row_sum),
-        None, None, None, *cu, items, heads, tiles, longest, 60, *out.stride()[1:3], scale, scale,
-        0.0, 0.5, None, seed=0, GROUP=1, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
+        None, None, None, slow_motion.Pointer(work), None, heads, None, None, None,
+        *out.stride()[1:3], scale, scale, 0.0, 0.5, None, seed=0, GROUP=1, D=WIDTH, ROWS=ROWS,
+        KEYS=KEYS, STAGES=STAGES,
         Q_REGISTERS=in_registers, CAUSAL=causal, POWER=1, HAS_THRESHOLD=False, PRESCALE=False,
         SUMS=True, DIVIDE=False,
     )  # fmt: skip
@@ -257,6 +258,42 @@ def test_many_tiles_a_program_give_what_the_plain_kernel_gives(width: int, causa
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
     for found, plain in zip(results[0], results[2], strict=True):
         assert (found.float() - plain.float()).norm() <= 2e-3 * plain.float().norm()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    "options", [{}, {"normalise": 1e-4, "power": 8, "threshold": -4.0}], ids=str
+)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_on_the_device(width: int, causal: bool, options: dict[str, Any]) -> None:
+    """Some empty, some with more queries than keys, most not of whole tiles, rows of none."""
+    torch.manual_seed(0)
+    lengths = [(700, 700), (0, 5), (1, 300), (130, 64), (64, 65), (9, 0), (513, 1024), (256, 256)]
+    ends = [torch.tensor([0, *itertools.accumulate(side)]) for side in zip(*lengths, strict=True)]
+    q = torch.randn(int(ends[0][-1]) + 40, 4, width).bfloat16()
+    k, v = (torch.randn(int(ends[1][-1]) + 40, 2, width).bfloat16() for _ in range(2))
+    k[-40:] = v[-40:] = float("nan")
+    launcher.LAUNCHES.clear()
+    with tiles.override(specialised=True):
+        out, row_sum, *_ = op.rectified_attention_varlen(
+            *(each.cuda() for each in (q, k, v)), *(each.int().cuda() for each in ends), 700, 1024,
+            scale=width**-0.5, gamma=1.0, length_exponent=0.5, causal=causal, window=None,
+            dropout_p=0.0, statistics=1, **{"power": 1, "threshold": 0.0, **options},
+        )  # fmt: skip
+    assert any(isinstance(each, SpecialisedLaunch) for each in launcher.LAUNCHES.values())
+    for (q0, q1), (k0, k1) in zip(*(pairwise(each.tolist()) for each in ends), strict=True):
+        tensors = (q[q0:q1], k[k0:k1], v[k0:k1])
+        wanted = relu_attention(
+            *(each.double().transpose(0, 1)[None] for each in tensors), causal=causal,
+            return_sums="row_sum", impl="reference", **options,
+        )  # fmt: skip
+        pairs = ((out, wanted.output[0].transpose(0, 1)), (row_sum, wanted.sums.row_sum[0].T))
+        for found, exact in pairs:
+            far = (found[q0:q1].double().cpu() - exact).norm()
+            assert far <= 9e-3 * exact.norm() + 1e-6, (q1 - q0, k1 - k0)
+    assert out[-40:].eq(0).all()
 
 
 @pytest.mark.gpu
