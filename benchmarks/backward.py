@@ -5,10 +5,10 @@
 
 bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Every variant must be within 6e-3 of float64
 first. Times are medians over interleaved rounds, of all kernels of a backward; ratios are medians
-of the ratios within a round: above 1, ours is faster. "default": as it ships. "scores": the
-gradients of queries make the scores again. "m64": they read signs that the gradients of keys leave,
-in 64 MiB at a time. "specialised": kernels with specialised warps, with signs where they are the
-default; "specialised, scores": without. Then tiles (query rows, keys, warps, stages) of the
+of the ratios within a round: above 1, ours is faster. "default": as it ships. "plain": the
+kernels without specialised warps. "scores": their gradients of queries make the scores again. "m64":
+they read signs that the gradients of keys leave, in 64 MiB at a time. "specialised": kernels with
+specialised warps, with signs where they are the default; "specialised, scores": without. Then tiles (query rows, keys, warps, stages) of the
 queries' kernel (q) or the keys' (k) in place of the table's.
 """
 
@@ -37,7 +37,7 @@ from reluformer.ops.triton.problem import Problem
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
 PEER = SDPBackend.MATH if INTERPRETED else SDPBackend.CUDNN_ATTENTION
-DEFAULT, SCORES, MEMORY = "default", "scores", ("m64", "m1024")
+DEFAULT, PLAIN, SCORES, MEMORY = "default", "plain", "scores", ("m64", "m1024")
 SPECIALISED = ("specialised", "specialised, scores")
 LENGTHS = (1024, 4096, 16_384)
 BOUND = 6e-3
@@ -53,7 +53,7 @@ TILES = {
 
 def overridden(variant: str) -> dict[tiles.Kernel, tiles.Tile]:
     """The tile that a name stands for."""
-    if variant in (DEFAULT, SCORES, *MEMORY, *SPECIALISED):
+    if variant in (DEFAULT, PLAIN, SCORES, *MEMORY, *SPECIALISED):
         return {}
     sizes = (int(size) for size in variant[1:].rstrip("p").split("/"))
     tile = tiles.Tile(*sizes, prescale="p" in variant)
@@ -71,9 +71,8 @@ def backward(problem: Problem, grad: Tensor, variant: str) -> tuple[Tensor, ...]
     """dq, dk and dv."""
     grads = backward_launch.Gradients(None, None, grad, None, None)
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
-    with tiles.override(
-        overridden(variant), sign_bytes=limits.get(variant), specialised=variant in SPECIALISED
-    ):
+    chosen = None if variant == DEFAULT else variant in SPECIALISED
+    with tiles.override(overridden(variant), sign_bytes=limits.get(variant), specialised=chosen):
         return backward_launch.backward(problem, grads, False)[:3]
 
 
@@ -134,7 +133,7 @@ def main() -> None:
     jobs = [
         (*kind, name)
         for kind, names in TILES.items()
-        for name in (DEFAULT, SCORES, *SPECIALISED, *MEMORY, *names)
+        for name in (DEFAULT, PLAIN, SCORES, *SPECIALISED, *MEMORY, *names)
     ]
     jobs = jobs[:2] if arguments.quick else jobs
     if INTERPRETED:

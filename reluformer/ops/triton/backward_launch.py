@@ -119,14 +119,16 @@ def heads_with_signs(problem: Problem, grads: Gradients) -> int:
         return 0
     if problem.mask is not None or problem.dropout_p > 0:
         return 0
-    limit = tiles.current().sign_bytes
+    limit, specialised = tiles.current().sign_bytes, _specialised(problem, grads)
     if limit is None:
-        pays = min(problem.max_q, problem.max_k) >= _SIGNS_FROM and problem.width <= _SIGNS_TO
+        pays = _signs_pay(problem)
+        if specialised:
+            pays = pays and specialised_backward_launch.keeps_signs(problem)
         limit = _SIGN_BYTES if pays else 0
     if limit == 0:
         return 0
     used = [problem.tile("keys", signs=True), problem.tile("queries", signs=True)]
-    if _specialised(problem, grads):
+    if specialised:
         # Its tiles are blocks of signs.
         used = []
     if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):
@@ -137,10 +139,16 @@ def heads_with_signs(problem: Problem, grads: Gradients) -> int:
     return heads if heads >= problem.group else 0
 
 
+def _signs_pay(problem: Problem) -> bool:
+    long_enough = min(problem.max_q, problem.max_k) >= _SIGNS_FROM
+    return problem.power == 1 and long_enough and problem.width <= _SIGNS_TO
+
+
 def _specialised(problem: Problem, grads: Gradients) -> bool:
     """Whether the kernels with specialised warps serve a call."""
     tensors = (problem.q, problem.k, problem.v, grads.grad_out)
-    return specialised_backward_launch.suits(problem, grads.level, tensors)
+    pays = _signs_pay(problem) and tiles.current().sign_bytes != 0
+    return specialised_backward_launch.suits(problem, grads.level, tensors, signs_pay=pays)
 
 
 def _sign_bytes(problem: Problem) -> int:

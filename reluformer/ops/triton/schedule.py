@@ -14,8 +14,8 @@ from torch import Tensor
 
 from reluformer.ops.triton.launcher import LAUNCHES, Prepared, remember, signature
 
-# What an entry holds: two tiles (the same one twice, unless they are paired), the first rows and
-# the lengths of its queries and keys.
+# What an entry holds, all of it about its sequence: the first of its entries, how many there are,
+# the first rows of its queries and of its keys, how many there are.
 FIELDS = tl.constexpr(6)
 # More sequences are taken in their own order: there are enough of them to even out.
 _SORTED = 128
@@ -35,8 +35,7 @@ def schedule_kernel(
 ):
     """Entry `program` of every sequence that has so many; before the entries, how many there are.
 
-    With `PAIRED` an entry is a late and an early tile of ROWS queries, which together see as many
-    keys as any other such pair.
+    A sequence has one for each tile of ROWS queries, or with `PAIRED` for two of them.
     """
     unit = tl.program_id(0)
     b = tl.arange(0, BLOCK)
@@ -63,9 +62,8 @@ def schedule_kernel(
     # Without any entry the first is one of no rows: programs look before they know.
     own = (unit < count) | ((total == 0) & (b == 0))
     entry = work + 1 + (start + unit) * FIELDS
-    late = 2 * count - 1 - unit if PAIRED else unit + count * 0
-    tl.store(entry, late, mask=own)
-    tl.store(entry + 1, unit + count * 0, mask=own)
+    tl.store(entry, start, mask=own)
+    tl.store(entry + 1, tl.maximum(count, 1), mask=own)
     tl.store(entry + 2, first_q, mask=own)
     tl.store(entry + 3, first_k, mask=own)
     tl.store(entry + 4, n_q, mask=own)

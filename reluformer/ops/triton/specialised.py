@@ -53,9 +53,14 @@ def _place(turn, items, heads, tiles, work, lengths, q_length, k_length, PAIRED:
         item = gl.program_id(0) + at * gl.num_programs(0)
         item = gl.maximum(gl.minimum(item, items - 1), 0)
         batch = item * 0
-        h = item % heads
         entry = work + 1 + item // heads * FIELDS
-        tile = gl.load(entry + turn % 2)
+        # Of a sequence one head comes after the other, for they have keys of their own.
+        count = gl.load(entry + 1)
+        of_sequence = item - gl.load(entry) * heads
+        h = of_sequence // count
+        tile = of_sequence % count
+        if PAIRED:
+            tile = gl.where(turn % 2 == 0, 2 * count - 1 - tile, tile)
         first_q = gl.load(entry + 2)
         first_k = gl.load(entry + 3)
         n_q = gl.load(entry + 4)

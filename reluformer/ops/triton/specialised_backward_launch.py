@@ -12,9 +12,11 @@ from reluformer.ops.triton.launcher import Launch, processors, use_descriptors
 from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem
 from reluformer.ops.triton.signs import SIDE, WIDEST
-from reluformer.ops.triton.specialised_launch import SpecialisedLaunch
+from reluformer.ops.triton.specialised_launch import SpecialisedLaunch, at_home
 
 _SIDE = int(SIDE.value)
+# So many queries and keys have been measured to pay.
+_FROM = 256
 
 
 class Buffers(NamedTuple):
@@ -30,20 +32,35 @@ _QUERIES = {64: Buffers(8, True), 128: Buffers(4, False)}
 _SIGNED = {64: Buffers(8, True), 128: Buffers(5, True)}
 
 
-def suits(problem: Problem, level: int, tensors: Sequence[Tensor]) -> bool:
-    """Whether the specialised kernels serve a call, all of whose tiled tensors these are.
+def suits(problem: Problem, level: int, tensors: Sequence[Tensor], *, signs_pay: bool) -> bool:
+    """Whether the specialised kernels serve a call, all of whose tiled tensors these are, and pay.
 
-    `level` is that of its gradients. Only where it is asked for: it is not chosen by itself.
+    `level` is that of its gradients; `signs_pay` says that the plain kernels would keep signs.
     """
     chosen = tiles.current()
-    if not chosen.specialised or any(name in ("keys", "queries") for name, _ in chosen.tiles):
+    if chosen.specialised is False or any(name in ("keys", "queries") for name, _ in chosen.tiles):
         return False
     if level > 1 or problem.packed or problem.mask is not None:
         return False
     if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
         return False
     width = problem.q.shape[-1]
-    return width == problem.v.shape[-1] and width in _KEYS and use_descriptors(tensors)
+    if width != problem.v.shape[-1] or width not in _KEYS or not use_descriptors(tensors):
+        return False
+    if chosen.specialised:
+        return True
+    if signs_pay and width == 64 and not problem.causal:
+        # Six products take less time than seven, and the plain kernels make signs for less.
+        return False
+    heads = min(problem.q.shape[1], problem.k.shape[1])
+    shortest = min(problem.max_q, problem.max_k)
+    enough = _items(problem, heads, shortest) >= processors(problem.q.device)
+    return at_home(problem.q) and enough and shortest >= _FROM
+
+
+def keeps_signs(problem: Problem) -> bool:
+    """Whether the specialised kernels are faster with signs than with scores made again."""
+    return problem.q.shape[-1] > 64
 
 
 def keys_launch(
@@ -74,6 +91,12 @@ def queries_launch(
     )  # fmt: skip
 
 
+def _items(problem: Problem, heads: int, length: int) -> int:
+    """Tiles of both consumers' rows, or pairs of them where rows see different numbers of keys."""
+    count = triton.cdiv(length, 2 * _SIDE)
+    return int(problem.q.shape[0] * heads * (triton.cdiv(count, 2) if problem.causal else count))
+
+
 def _launch(
     kernel: Any,
     problem: Problem,
@@ -86,9 +109,7 @@ def _launch(
     signs: bool,
 ) -> Launch:
     """Of a kernel that owns tiles of a sequence of that length for each of its heads."""
-    # Rows of both consumers.
-    count = triton.cdiv(length, 2 * _SIDE)
-    items = problem.q.shape[0] * heads * (triton.cdiv(count, 2) if problem.causal else count)
+    items = _items(problem, heads, length)
     padded = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value
     key_blocks = triton.cdiv(problem.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
     # That dO comes with the factors of its rows is what `prescale` means.
@@ -101,7 +122,7 @@ def _launch(
         min(items, processors(problem.q.device)),
         tiled,
         (
-            items, heads, count, problem.max_q, problem.max_k, key_blocks,
+            items, heads, triton.cdiv(length, 2 * _SIDE), problem.max_q, problem.max_k, key_blocks,
             padded // _SIDE * key_blocks, padded, problem.scale, problem.unit,
             problem.threshold_value, problem.length_exponent,
         ),

@@ -67,7 +67,7 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     forced = tiles.current().specialised
     if forced is False or any(name == "forward" for name, _ in tiles.current().tiles):
         return False
-    if statistics > 1 or problem.mask is not None or (problem.packed and not forced):
+    if statistics > 1 or problem.mask is not None:
         return False
     if problem.packed and problem.sequences > MOST:
         return False
@@ -80,7 +80,7 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
         return False
     if forced:
         return True
-    if not _TESTED or interpreting() or not _on_hopper(out):
+    if not at_home(out):
         return False
     least = _FROM
     if problem.causal:
@@ -124,8 +124,9 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
     return made
 
 
-def _on_hopper(tensor: Tensor) -> bool:
-    if not tensor.is_cuda or torch.version.hip is not None:
+def at_home(tensor: Tensor) -> bool:
+    """Whether GPU and Triton are those for which the kernels with specialised warps are made."""
+    if not _TESTED or interpreting() or not tensor.is_cuda or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(tensor.device) == (9, 0)
 

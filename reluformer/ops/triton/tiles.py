@@ -137,7 +137,7 @@ _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 class Override(NamedTuple):
     """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None);
     memory for signs of weights, which are then kept wherever that is possible (0: nowhere); the
-    specialised kernels wherever they can (True), nowhere (False) or by choice (None: the forward).
+    specialised kernels wherever they can (True), nowhere (False) or by choice (None).
 
     Compared by value, so that it can be part of a key.
     """
