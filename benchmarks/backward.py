@@ -5,11 +5,11 @@
 
 bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Every variant must be within 6e-3 of float64
 first. Times are medians over interleaved rounds, of all kernels of a backward; ratios are medians
-of the ratios within a round: above 1, ours is faster. "default": as it ships. "plain": the
-kernels without specialised warps. "scores": their gradients of queries make the scores again. "m64":
-they read signs that the gradients of keys leave, in 64 MiB at a time. "specialised": kernels with
-specialised warps, with signs where they are the default; "specialised, scores": without. Then tiles (query rows, keys, warps, stages) of the
-queries' kernel (q) or the keys' (k) in place of the table's.
+of the ratios within a round: above 1, ours is faster. "default": as it ships. "plain": kernels
+without specialised warps. "scores": their gradients of queries make the scores again. "m64": they
+read signs that the gradients of keys leave, in 64 MiB at a time. "specialised": kernels with
+specialised warps, with signs where they are the default; "specialised, scores": without. Then tiles
+(query rows, keys, warps, stages) of the plain queries' kernel (q) or the keys' (k) in place of the table's.
 """
 
 import argparse
