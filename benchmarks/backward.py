@@ -9,7 +9,7 @@ of the ratios within a round: above 1, ours is faster. "default": as it ships. "
 without specialised warps. "scores": their gradients of queries make the scores again. "m64": they
 read signs that the gradients of keys leave, in 64 MiB at a time. "specialised": kernels with
 specialised warps, with signs where they are the default; "specialised, scores": without. Then tiles
-(query rows, keys, warps, stages) of the plain queries' kernel (q) or the keys' (k) in place of the table's.
+(query rows, keys, warps, stages) of the plain queries' kernel (q) or keys' (k), not the table's.
 """
 
 import argparse
