@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from reluformer.ops.triton.parts import BLOCK, LN2
 from reluformer.ops.triton.schedule import FIELDS
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
@@ -88,6 +89,46 @@ def _row_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
             is_pure=True, pack=2,
         )  # fmt: skip
     return result
+
+
+@gluon.jit
+def _log_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Sums of w log2 w over the columns of a bfloat16 tile, as far as they lie in one thread.
+
+    The least normal number stands for 0, which has no logarithm.
+    """
+    terms = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair, least;
+        .reg .f32 low, high, low_log, high_log;
+        mov.b32 least, 0x00800080;
+        max.bf16x2 pair, $2, least;
+        shl.b32 low, pair, 16;
+        and.b32 high, pair, 0xffff0000;
+        lg2.approx.ftz.f32 low_log, low;
+        lg2.approx.ftz.f32 high_log, high;
+        mul.f32 low, low, low_log;
+        fma.rn.f32 $0, high, high_log, low;
+        mov.b32 $1, 0;
+        }""",
+        "=r,=r,r", [packed], gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+    return _even_sums(terms, ROWS, COLS)
+
+
+@gluon.jit
+def _even_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Sums over the even columns, as far as they lie in one thread: [ROWS, 4]."""
+    even, _odd = gl.split(gl.reshape(x, [ROWS, COLS // 2, 2]))
+    return _folded(even, ROWS, COLS // 2)
+
+
+@gluon.jit
+def _folded(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    if COLS > 4:
+        left, right = _halves(x, ROWS, COLS)
+        x = _folded(left + right, ROWS, COLS // 2)
+    return x
 
 
 @gluon.jit
@@ -191,11 +232,11 @@ def _queries(
 
 @gluon.jit
 def _walk(
-    acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+    acc, s, p, total, log_total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
     k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
     MASKED: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, POWER: gl.constexpr,
-    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, SUMS: gl.constexpr,
+    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, SUMS: gl.constexpr, LOGS: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Key tiles low .. high: their scores, and the values of the tiles one before."""
@@ -215,13 +256,15 @@ def _walk(
         )  # fmt: skip
         if SUMS:
             total += _row_sums(packed, ROWS, KEYS)
+        if LOGS:
+            log_total += _log_sums(packed, ROWS, KEYS)
         # Not in the registers of the weights that the product under way reads.
         following = gl.convert_layout(packed, P_LAYOUT, assert_trivial=True)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_empty.index(v_at), count=1)
         v_at, v_phase = next_stage(v_at, v_phase, STAGES)
         p = following
-    return acc, s, p, total, k_at, k_phase, v_at, v_phase
+    return acc, s, p, total, log_total, k_at, k_phase, v_at, v_phase
 
 
 @gluon.jit
@@ -265,14 +308,14 @@ def _row_factor(
 
 @gluon.jit
 def _consumer(
-    out, rest, row_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers, items,
+    out, rest, row_sum, log_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers, items,
     heads, tiles, q_length, k_length, stride_oh, stride_ot, scale, unit, threshold_value,
     length_exponent, epsilon,
     part: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, Q_PLACES: gl.constexpr, Q_REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, POWER: gl.constexpr,
     HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, SUMS: gl.constexpr,
-    DIVIDE: gl.constexpr,
+    DIVIDE: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """Rows `part * ROWS ..` of every tile of queries."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -280,6 +323,7 @@ def _consumer(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    LOGS: gl.constexpr = log_sum is not None
     q_bufs, k_bufs, v_bufs = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     spare = o_bufs.index(part)
@@ -304,6 +348,8 @@ def _consumer(
         )
         row = index * (CONSUMERS * ROWS)
         offset = n_k - n_q
+        # As `entropy_wanted` of the plain kernels says.
+        wanted = (row // BLOCK + h + batch) % EVERY == 0
         count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         row += part * ROWS
         mine, whole = key_tiles(row, n_q, n_k, end, ROWS, KEYS, CAUSAL, TAIL)
@@ -322,24 +368,35 @@ def _consumer(
         total = 0.0
         if SUMS:
             total = _row_sums(packed, ROWS, KEYS)
+        log_total = 0.0
+        if LOGS:
+            log_total = _even_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout), ROWS, KEYS)
+            if wanted:
+                log_total = _log_sums(packed, ROWS, KEYS)
         p = gl.convert_layout(packed, p_layout, assert_trivial=True)
-        low = 1
-        high = mine
-        for edge in gl.static_range(2 if CAUSAL or TAIL else 1):
-            if CAUSAL or TAIL:
-                if edge == 0:
+        # Tiles that need no mask, those that do, and with logarithms all.
+        for loop in gl.static_range(3):
+            if (
+                (loop == 0 and not (LOGS and EVERY == 1))
+                or (loop == 1 and (CAUSAL or TAIL) and not (LOGS and EVERY == 1))
+                or (loop == 2 and LOGS)
+            ):
+                low = 1
+                high = mine
+                if loop == 0 and (CAUSAL or TAIL):
                     high = whole
-                else:
+                if loop == 1:
                     low = gl.maximum(whole, 1)
-                    high = mine
-                    if not Q_REGISTERS:
-                        tile = q_bufs.index(opaque(q_at) * CONSUMERS + part).reshape([ROWS, D])
-            acc, s, p, total, k_at, k_phase, v_at, v_phase = _walk(
-                acc, s, p, total, tile, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
-                k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
-                edge == 1, D, ROWS, KEYS, STAGES, CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, SUMS,
-                s_layout, p_layout,
-            )  # fmt: skip
+                if LOGS and EVERY > 1:
+                    high = gl.where(wanted == (loop == 2), high, 0)
+                if loop > 0 and not Q_REGISTERS:
+                    tile = q_bufs.index(opaque(q_at) * CONSUMERS + part).reshape([ROWS, D])
+                acc, s, p, total, log_total, k_at, k_phase, v_at, v_phase = _walk(
+                    acc, s, p, total, log_total, tile, k_bufs, v_bufs, k_full, k_empty, v_full,
+                    v_empty, k_at, k_phase, v_at, v_phase, low, high, row, offset, end, cut, scale,
+                    loop > 0 and (CAUSAL or TAIL), D, ROWS, KEYS, STAGES, CAUSAL, POWER,
+                    HAS_THRESHOLD, PRESCALE, SUMS, loop == 2, s_layout, p_layout,
+                )  # fmt: skip
         if not Q_REGISTERS:
             mbarrier.arrive(q_empty.index(q_at * CONSUMERS + part), count=1)
         mbarrier.wait(v_full.index(v_at), v_phase)
@@ -382,10 +439,14 @@ def _consumer(
                 row_scale = factor / (sums + epsilon)
             rows = row + gl.arange(0, ROWS, row_layout)
             if work is None:
-                places = row_sum + (batch * heads + h).to(gl.int64) * n_q + rows
+                places = (batch * heads + h).to(gl.int64) * n_q + rows
             else:
-                places = row_sum + (first_q + rows).to(gl.int64) * heads + h
-            gl.store(places, sums, mask=rows < n_q)
+                places = (first_q + rows).to(gl.int64) * heads + h
+            gl.store(row_sum + places, sums, mask=rows < n_q)
+            if LOGS:
+                logs = gl.convert_layout(gl.sum(log_total, 1), row_layout)
+                logs = LN2 * (gl.log2(gl.where(factor > 0, factor, 1.0)) * sums + factor * logs)
+                gl.store(log_sum + places, gl.where(wanted, logs, 0.0), mask=rows < n_q)
         result = (acc * row_scale[:, None]).to(gl.bfloat16)
         if work is None:
             _store_tile(out, spare, result, batch, h, row, D, ROWS)
@@ -405,13 +466,13 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["items", "heads", "tiles", "q_length", "k_length"])
 def specialised_kernel(
-    q, k, v, out, rest, row_sum, gamma, threshold, lengths, work, items, heads, tiles,
+    q, k, v, out, rest, row_sum, log_sum, gamma, threshold, lengths, work, items, heads, tiles,
     q_length, k_length, stride_oh, stride_ot, scale, unit, threshold_value, length_exponent,
     epsilon,
     GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
     POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
-    SUMS: gl.constexpr, DIVIDE: gl.constexpr,
+    SUMS: gl.constexpr, DIVIDE: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """Output tiles of [B, H, Tq, D] and, with `SUMS`, row sums [B, H, Tq]; see `forward_kernel`."""
     TAIL: gl.constexpr = HAS_THRESHOLD or lengths is not None or work is not None
@@ -446,16 +507,18 @@ def specialised_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out, rest, row_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers,
-                items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
+                out, rest, row_sum, log_sum, gamma, threshold, lengths, work, buffers, o_bufs,
+                barriers, items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
                 unit, threshold_value, length_exponent, epsilon, 0, D, ROWS, KEYS, STAGES,
                 Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD, PRESCALE, SUMS, DIVIDE,
+                EVERY,
             )),
             (_consumer, (
-                out, rest, row_sum, gamma, threshold, lengths, work, buffers, o_bufs, barriers,
-                items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
+                out, rest, row_sum, log_sum, gamma, threshold, lengths, work, buffers, o_bufs,
+                barriers, items, heads, tiles, q_length, k_length, stride_oh, stride_ot, scale,
                 unit, threshold_value, length_exponent, epsilon, 1, D, ROWS, KEYS, STAGES,
                 Q_PLACES, Q_REGISTERS, CAUSAL, TAIL, POWER, HAS_THRESHOLD, PRESCALE, SUMS, DIVIDE,
+                EVERY,
             )),
             (_producer, (
                 q, k, v, lengths, work, buffers, barriers, items, heads, tiles, q_length, k_length,

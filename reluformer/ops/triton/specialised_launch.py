@@ -53,13 +53,13 @@ class _ForwardLaunch(SpecialisedLaunch):
     """Of the list of work on packed sequences."""
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        q, k, v, out, row_sum, _log_sum, _count, gamma, threshold, lengths, *more = tensors
+        q, k, v, out, row_sum, log_sum, _count, gamma, threshold, lengths, *more = tensors
         _mask, cu_q, cu_k, _seed = more
         rest = work = None
         if cu_q is not None and cu_k is not None:
             rows, paired = 2 * self.tile.queries, self.switches["CAUSAL"]
             rest, work = out, schedule(cu_q, cu_k, self.room, rows, paired=paired)
-        super().__call__(q, k, v, out, rest, row_sum, gamma, threshold, lengths, work)
+        super().__call__(q, k, v, out, rest, row_sum, log_sum, gamma, threshold, lengths, work)
 
 
 def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
@@ -67,7 +67,7 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     forced = tiles.current().specialised
     if forced is False or any(name == "forward" for name, _ in tiles.current().tiles):
         return False
-    if statistics > 1 or problem.mask is not None:
+    if problem.mask is not None or (statistics > 1 and problem.packed):
         return False
     if problem.packed and problem.sequences > MOST:
         return False
@@ -116,7 +116,8 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
             "KEYS": tile.keys,
             "STAGES": tile.stages,
             "Q_REGISTERS": tile.q_registers,
-            "SUMS": statistics == 1,
+            "SUMS": statistics >= 1,
+            "EVERY": problem.entropy_every if statistics == 2 else 1,
         },
     )  # fmt: skip
     if problem.packed:

@@ -59,8 +59,16 @@ def _rectified(x: Tensor, *odd: Tensor) -> Tensor:
     return _pair(x.clamp(min=0), odd[0].clamp(min=0)) if odd else x.clamp(min=0).bfloat16()
 
 
+def _log_terms(x: Tensor) -> Tensor:
+    """w log2 w of a pair of neighbours in the even columns, nothing in the odd ones."""
+    w = x.float().clamp(min=torch.finfo(torch.bfloat16).tiny)
+    even, odd = (w * w.log2()).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even + odd, torch.zeros_like(odd)), -1).flatten(-2)
+
+
 # What instructions do, by the first of them that tells them apart.
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "lg2": lambda code, x: _log_terms(x),
     "set.gt": lambda code, low, high, p: _pair(low, high) & _gates(_halves(p) > 0),
     "set.ne": lambda code, p: _gates(_halves(p) != 0),
     "mul.f32": lambda code, *args: _slope(*args),

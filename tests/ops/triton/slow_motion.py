@@ -23,6 +23,8 @@ from torch import Tensor
 from tests.ops.triton import instructions
 
 PATIENCE = 20.0
+# Seconds that others have after an arrival, one of these each time.
+PAUSES = (0.0, 0.0, 1e-3)
 _local = threading.local()
 
 
@@ -167,7 +169,7 @@ class Machine:
             barrier.turn()
             self.changed.notify_all()
         # Others go first, so that what is given back too early is gone.
-        time.sleep(self.random.choice((0.0, 0.0, 1e-3)))
+        time.sleep(self.random.choice(PAUSES))
 
     def fetch(self, source: Descriptor, at: list[Any], bar: Buffers, target: Buffers) -> None:
         target.data.fill_(float("nan"))

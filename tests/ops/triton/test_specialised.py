@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reluformer import relu_attention
+from reluformer.ops import stats
 from reluformer.ops.triton import launcher, op, schedule, tiles
 from reluformer.ops.triton.specialised_launch import SpecialisedLaunch
 from tests.ops.rectified import Case, arguments
@@ -38,9 +39,10 @@ def run(
     divide: bool,
     in_registers: bool,
     seed: int,
+    every: int = 0,
     source: dict[str, Any] = SOURCE,
-) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """(output, row sums, what the reference gives) of a small call."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any]:
+    """(output, row sums, sums of logarithms of one block in `every`, the reference's results)."""
     torch.manual_seed(seed)
     heads = 2 * group
     q = torch.randn(BATCH, heads, queries, WIDTH).bfloat16()
@@ -50,12 +52,14 @@ def run(
             k[b, :, length:] = v[b, :, length:] = float("nan")
     out = torch.full_like(q, float("nan"))
     row_sum = torch.full((BATCH, heads, queries), float("nan")) if sums else None
+    log_sum = torch.full_like(row_sum, float("nan")) if row_sum is not None and every else None
     tiles = math.ceil(queries / (2 * ROWS))
     items = BATCH * heads * (math.ceil(tiles / 2) if causal else tiles)
     pointers = [
         None if each is None else slow_motion.Pointer(each)
         for each in (
             row_sum,
+            log_sum,
             torch.tensor([0.5 + 0.25 * h for h in range(heads)]),
             None if threshold is None else torch.full((heads,), threshold),
             None if lengths is None else torch.tensor(lengths),
@@ -70,7 +74,7 @@ def run(
         1.0 if power > 2 else scale**power, 0.0, 0.5, 1e-3 if divide else None,
         seed=seed, GROUP=group, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
         Q_REGISTERS=in_registers, CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None,
-        PRESCALE=power > 2, SUMS=sums, DIVIDE=divide,
+        PRESCALE=power > 2, SUMS=sums, DIVIDE=divide, EVERY=max(every, 1),
     )  # fmt: skip
     exact = (each.nan_to_num().double() for each in (q, k, v))
     expected = relu_attention(
@@ -78,18 +82,24 @@ def run(
         gamma=torch.tensor([0.5 + 0.25 * h for h in range(heads)]).double(),
         threshold=threshold or 0.0, normalise=1e-3 if divide else None,
         key_lengths=None if lengths is None else torch.tensor(lengths),
-        return_sums="row_sum", impl="reference",
+        return_sums="entropy", impl="reference",
     )  # fmt: skip
-    return out, row_sum, expected
+    return out, row_sum, log_sum, expected
 
 
 def check(*args: int, **options: Any) -> None:
-    out, row_sum, expected = run(*args, **options)
+    out, row_sum, log_sum, expected = run(*args, **options)
     far = (out.double() - expected.output).norm() / expected.output.norm().clamp_min(1e-9)
     assert far < 6e-3
     if row_sum is not None:
         wanted = expected.sums.row_sum
         assert (row_sum.double() - wanted).norm() / wanted.norm().clamp_min(1e-9) < 6e-3
+    if row_sum is not None and log_sum is not None:
+        sampled = stats.sampled_rows(*log_sum.shape, options["every"], log_sum.device)
+        found = stats.entropy_from_sums(row_sum.double(), log_sum.double())[sampled]
+        wanted = expected.sums.entropy[sampled]
+        assert (found - wanted).norm() <= 1e-2 * wanted.norm() + 1e-3
+        assert log_sum[~sampled].eq(0).all()
 
 
 @settings(max_examples=25, deadline=None)
@@ -103,18 +113,19 @@ def check(*args: int, **options: Any) -> None:
     padded=st.booleans(),
     group=st.sampled_from((1, 2)),
     sums=st.sampled_from(("none", "sums", "divided")),
+    every=st.sampled_from((0, 1, 2)),
     in_registers=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_matches_the_formula_whatever_comes_late(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
-    padded: bool, group: int, sums: str, in_registers: bool, seed: int,
+    padded: bool, group: int, sums: str, every: int, in_registers: bool, seed: int,
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
     check(
         queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
         group=group, sums=sums != "none", divide=sums == "divided", in_registers=in_registers,
-        seed=seed,
+        seed=seed, every=every,
     )  # fmt: skip
 
 
@@ -144,11 +155,11 @@ def test_packed_sequences_keep_to_themselves(
         SOURCE["specialised_kernel"], programs, slow_motion.Descriptor(q, ROWS),
         slow_motion.Descriptor(k, KEYS), slow_motion.Descriptor(v, KEYS),
         slow_motion.Descriptor(out, ROWS), slow_motion.Pointer(out), slow_motion.Pointer(row_sum),
-        None, None, None, slow_motion.Pointer(work), None, heads, None, None, None,
+        None, None, None, None, slow_motion.Pointer(work), None, heads, None, None, None,
         *out.stride()[1:3], scale, scale, 0.0, 0.5, None, seed=0, GROUP=1, D=WIDTH, ROWS=ROWS,
         KEYS=KEYS, STAGES=STAGES,
         Q_REGISTERS=in_registers, CAUSAL=causal, POWER=1, HAS_THRESHOLD=False, PRESCALE=False,
-        SUMS=True, DIVIDE=False,
+        SUMS=True, DIVIDE=False, EVERY=1,
     )  # fmt: skip
     for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         wanted = relu_attention(
@@ -186,14 +197,16 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_motion, "PATIENCE", 0.5)
+    monkeypatch.setattr(slow_motion, "PAUSES", (0.0, 0.02))
     broken = slow_motion.kernels(FILE, MISTAKES[name])
     lengths = (90, 61) if "padding" in name else None
+    in_registers = "registers" in name
     options: dict[str, Any] = {
-        "causal": True, "power": 1, "threshold": None, "lengths": lengths, "group": 1,
-        "sums": False, "divide": False, "in_registers": "registers" in name,
+        "causal": not in_registers, "power": 1, "threshold": None, "lengths": lengths, "group": 1,
+        "sums": False, "divide": False, "in_registers": in_registers,
     }  # fmt: skip
     # With few keys the producer is ready for the next queries at once.
-    sizes = (300, 20, 1) if "registers" in name else (100, 100, 2)
+    sizes = (300, 10, 1) if in_registers else (100, 100, 2)
     check(*sizes, **options, seed=3)
     with pytest.raises(AssertionError):  # noqa: PT012 (what comes when is a matter of chance)
         for seed in range(3, 9):
@@ -210,6 +223,7 @@ CASES = [
     Case("squared", power=2, causal=True, threshold=(0.4, -0.3)),
     Case("cubed", power=3, threshold=-2.0),
     Case("model", **MODEL),
+    Case("entropies", statistics=2, causal=True, gamma=True),
     Case("causal model with padding", batch=2, causal=True, key_lengths=(10**6, 70), **MODEL),
 ]
 
@@ -294,6 +308,41 @@ def test_packed_sequences_on_the_device(width: int, causal: bool, options: dict[
             far = (found[q0:q1].double().cpu() - exact).norm()
             assert far <= 9e-3 * exact.norm() + 1e-6, (q1 - q0, k1 - k0)
     assert out[-40:].eq(0).all()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sampled_entropies_are_those_of_the_plain_kernel(width: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 5, 1111, width, device="cuda").bfloat16().unbind()
+    results = []
+    for specialised in (True, True, False):
+        with tiles.override(specialised=specialised):
+            results.append(
+                op.rectified_attention(
+                    q,
+                    k,
+                    v,
+                    scale=width**-0.5,
+                    gamma=1.0,
+                    length_exponent=0.5,
+                    power=1,
+                    threshold=0.0,
+                    causal=causal,
+                    window=None,
+                    key_lengths=None,
+                    mask=None,
+                    dropout_p=0.0,
+                    statistics=2,
+                    entropy_every=4,
+                )  # fmt: skip
+            )
+    assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
+    for found, plain in zip(results[0], results[2], strict=True):
+        assert torch.equal(found == 0, plain == 0)
+        assert (found.float() - plain.float()).norm() <= 4e-3 * plain.float().norm()
 
 
 @pytest.mark.gpu

@@ -208,6 +208,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_motion, "PATIENCE", 0.5)
+    monkeypatch.setattr(slow_motion, "PAUSES", (0.0, 0.02))
     at, *change = MISTAKES[name]
     broken = slow_motion.kernels((KEYS, QUERIES)[at], (change[0], change[1]))
     in_registers = "registers" in name
