@@ -107,6 +107,8 @@ def _log_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
         and.b32 high, pair, 0xffff0000;
         lg2.approx.ftz.f32 low_log, low;
         lg2.approx.ftz.f32 high_log, high;
+        shl.b32 low, $2, 16;
+        and.b32 high, $2, 0xffff0000;
         mul.f32 low, low, low_log;
         fma.rn.f32 $0, high, high_log, low;
         mov.b32 $1, 0;
@@ -258,6 +260,9 @@ def _walk(
             total += _row_sums(packed, ROWS, KEYS)
         if LOGS:
             log_total += _log_sums(packed, ROWS, KEYS)
+            # Here, and again in the next turn: without it the assembler puts off the logarithms
+            # until the product under way is over.
+            mbarrier.wait(k_full.index(k_at), k_phase)
         # Not in the registers of the weights that the product under way reads.
         following = gl.convert_layout(packed, P_LAYOUT, assert_trivial=True)
         acc = warpgroup_mma_wait(0, [acc])
