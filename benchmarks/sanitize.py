@@ -48,8 +48,8 @@ KERNELS = (
     "specialised_queries",
     "canary",
 )
-# racecheck reports Triton's own hand-over to specialised warps, whatever they do.
-UNKNOWN = {("racecheck", name) for name in KERNELS if name.startswith("specialised")}
+# It reports Triton's own hand-over to specialised warps, whatever they do.
+WITHOUT_SPECIALISED = "racecheck"
 SMALL = (
     "causal window",
     "causal padding, nothing",
@@ -82,19 +82,25 @@ def exact(given: Arguments) -> Arguments:
     return Arguments(leaves, given.options, given.cotangents)
 
 
-def work(share: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> int:
+def work(
+    share: int,
+    *,
+    specialised: bool = True,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
     """Launch every kernel, with those of the other shares: dense with gradients, packed, decoding
     from rows and from pages."""
     torch.manual_seed(0)
-    outputs = _dense(DENSE[share::SHARES], device, dtype)
+    outputs = _dense(DENSE[share::SHARES], specialised, device, dtype)
     if share == SHARES - 1:
-        outputs += _others(device, dtype)
+        outputs += _packed(specialised, device, dtype) + _others(device, dtype)
     torch.cuda.synchronize()
     assert all(bool(each.isfinite().all()) for each in outputs)
     return len(outputs)
 
 
-def _dense(cases: list[Case], device: str, dtype: torch.dtype) -> list[Tensor]:
+def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     for case in cases:
         # Descriptors or pointers, either order of memory; the second launch is a prepared one.
@@ -102,15 +108,14 @@ def _dense(cases: list[Case], device: str, dtype: torch.dtype) -> list[Tensor]:
             given = exact(arguments(case, dtype, device, transposed=tma is None))
             for sign_bytes in (0, 1 << 20):
                 # Specialised kernels where they can: widths 64 and 128, by descriptors.
-                with tiles.override(tma=tma, sign_bytes=sign_bytes, specialised=sign_bytes > 0):
+                chosen = specialised and sign_bytes > 0
+                with tiles.override(tma=tma, sign_bytes=sign_bytes, specialised=chosen):
                     for _ in range(2):
                         outputs += found(op.rectified_attention, given)[0]
     return outputs
 
 
-def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
-    from tests.ops.triton import test_decode, test_decode_gpu, test_op
-
+def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     ends = torch.tensor([0, 283, 283, 300, 431], device=device, dtype=torch.int32)
     settings = {
@@ -120,10 +125,17 @@ def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
     for width in (64, 128):
         q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
         for causal in (False, True):
-            with tiles.override(specialised=True):
+            with tiles.override(specialised=specialised):
                 outputs += op.rectified_attention_varlen(
                     q, k, v, ends, ends, 283, 283, causal=causal, **settings
                 )[:1]
+    return outputs
+
+
+def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
+    from tests.ops.triton import test_decode, test_decode_gpu, test_op
+
+    outputs: list[Tensor] = []
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
     dropped.options["dropout_p"] = 0.3
     for normalise in (None, 0.1):
@@ -172,7 +184,7 @@ def run(prefix: list[str], task: str, share: int) -> Done:
     """A share of a task in a process of its own."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, str(Path(__file__).resolve()), "--task", task]
-    command += ["--share", str(share)]
+    command += ["--share", str(share), *(["--plain"] if WITHOUT_SPECIALISED in prefix else [])]
     begin = time.monotonic()
     try:
         done = subprocess.run(
@@ -197,10 +209,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"])
     parser.add_argument("--task", choices=["work", "canary"], help="what the tools run")
+    parser.add_argument("--plain", action="store_true", help="without specialised warps")
     parser.add_argument("--share", type=int, default=0, help=f"which of {SHARES} shares of it")
     arguments = parser.parse_args()
     if arguments.task == "work":
-        print(f"{work(arguments.share)} outputs")
+        print(f"{work(arguments.share, specialised=not arguments.plain)} outputs")
         return 0
     if arguments.task == "canary":
         canary_kernel[(1,)](torch.zeros(3, device="cuda"))
@@ -214,8 +227,7 @@ def main() -> int:
     rounds = [("no tool", "work", 0), ("memcheck", "canary", FOUND_SOMETHING)]
     worst = 0
     for tool, task, wanted in rounds + [(tool, "work", 0) for tool in arguments.tools]:
-        names = [name for name in KERNELS if (tool, name) not in UNKNOWN]
-        only = [word for name in names for word in ("--kernel-name", f"kns={name}_kernel")]
+        only = [word for name in KERNELS for word in ("--kernel-name", f"kns={name}_kernel")]
         prefix = [] if tool == "no tool" else [sanitizer, "--tool", tool, *common, *only]
         status, output, seconds = shared(prefix, task)
         if status != wanted:

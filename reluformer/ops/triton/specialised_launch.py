@@ -82,6 +82,9 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
         return True
     if not at_home(out):
         return False
+    if statistics > 1 and (width == 64 or problem.entropy_every == 1):
+        # Logarithms of one block in a few can hide behind products that are long enough.
+        return False
     least = _FROM
     if problem.causal:
         least = _POWERS_FROM if width == 64 and problem.power > 1 else _CAUSAL_FROM

@@ -109,6 +109,10 @@ def main() -> None:
         label = label.replace("power 4, divided", "as in models").replace("power 4", "plain")
         if causal:
             specialised_forward(width, normalise)
+    label = "width 128, sampled entropies"
+    specialised_forward(128, 0.0, entropy_every=8)
+    label = "width 64, packed"
+    specialised_forward(64, 0.0, packed=True)
     for width, causal in itertools.product((64, 128), (False, True)):
         label = f"width {width}, causal {causal}"
         specialised_backward(width, causal, 1, None)
@@ -134,7 +138,9 @@ def specialised_backward(width: int, causal: bool, power: int, sign_bytes: int |
         backward_launch.backward(problem, grads, need_shift=power > 1)
 
 
-def specialised_forward(width: int, normalise: float) -> None:
+def specialised_forward(
+    width: int, normalise: float, entropy_every: int = 0, packed: bool = False
+) -> None:
     """A causal call with row sums: the models' where rows are divided, else a plain one."""
     q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
     threshold, lengths = torch.empty(2), torch.zeros(1, dtype=torch.int32)
@@ -146,8 +152,13 @@ def specialised_forward(width: int, normalise: float) -> None:
         problem = problem._replace(
             threshold=threshold, key_lengths=lengths, power=8, normalise=normalise
         )
+    if entropy_every:
+        problem = problem._replace(entropy_every=entropy_every)
+    if packed:
+        ends = torch.zeros(3, dtype=torch.int32)
+        problem = problem._replace(cu_q=ends, cu_k=ends)
     with tiles.override(tma=True, specialised=True):
-        launch.forward(problem, 1)
+        launch.forward(problem, 2 if entropy_every else 1)
 
 
 def fourth_power(width: int, causal: bool, normalise: float) -> None:
