@@ -163,7 +163,10 @@ def _gpu(dtype: str) -> list[Case]:
         (8, 64, 8, 32768, 128),
     ):
         found.append(Case("decode", "cuda", dtype, batch, heads, kv_heads, 1, n, width))
-    return [*found, Case("features", "cuda", dtype, 4, 32, 32, 4096, 4096, 64)]
+    for width in (64, 128):
+        heads = 2048 // width
+        found.append(Case("features", "cuda", dtype, 4, heads, heads, 4096, 4096, width))
+    return found
 
 
 def _cpu(dtype: str) -> list[Case]:
