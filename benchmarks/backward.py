@@ -1,6 +1,7 @@
 """The backward with and without signs of weights, and with other tiles, against cuDNN's.
 
     python benchmarks/backward.py --out backward.json         # on a GPU, at most 100 s
+    python benchmarks/backward.py --only plain specialised --lengths 256 512 --models --out F
     TRITON_INTERPRET=1 python benchmarks/backward.py --quick  # the interpreter, one tiny shape
 
 bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Every variant must be within 6e-3 of float64
@@ -10,6 +11,8 @@ without specialised warps. "scores": their gradients of queries make the scores 
 read signs that the gradients of keys leave, in 64 MiB at a time. "specialised": kernels with
 specialised warps, with signs where they are the default; "specialised, scores": without. Then tiles
 (query rows, keys, warps, stages) of the plain queries' kernel (q) or keys' (k), not the table's.
+`--models`: the call of the document models instead of the plain one (power 8, thresholds, rows
+divided, a gradient of row sums).
 """
 
 import argparse
@@ -21,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +33,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from reluformer.bench.timing import Call, Clock, ratio
+from reluformer.bench.timing import Call as Timed
+from reluformer.bench.timing import Clock, ratio
 from reluformer.files import write_json
-from reluformer.ops.triton import backward_launch, tiles
+from reluformer.ops.triton import backward_launch, launch, tiles
 from reluformer.ops.triton.problem import Problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,8 +44,7 @@ DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat
 PEER = SDPBackend.MATH if INTERPRETED else SDPBackend.CUDNN_ATTENTION
 DEFAULT, PLAIN, SCORES, MEMORY = "default", "plain", "scores", ("m64", "m1024")
 SPECIALISED = ("specialised", "specialised, scores")
-LENGTHS = (1024, 4096, 16_384)
-BOUND = 6e-3
+BOUND, EPSILON = 6e-3, 1e-4
 NARROW = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/3", "q64/128/4/2")
 WIDE = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/2")
 TILES = {
@@ -60,35 +64,60 @@ def overridden(variant: str) -> dict[tiles.Kernel, tiles.Tile]:
     return {"queries" if variant[0] == "q" else "keys": tile}
 
 
-def make(width: int, causal: bool, n: int, tokens: int = 16_384, total: int = 2048) -> Problem:
-    """Random queries, keys and values."""
+class Call(NamedTuple):
+    """A problem and what arrives at its outputs."""
+
+    problem: Problem
+    grads: backward_launch.Gradients
+
+
+def make(
+    width: int, causal: bool, n: int, models: bool, tokens: int = 16_384, total: int = 2048
+) -> Call:
+    """Random queries, keys, values and gradients."""
     made = torch.randn(3, tokens // n, n, total // width, width, device=DEVICE).to(DTYPE)
     numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, n, n)
-    return Problem(*made.transpose(2, 3), *[None] * 7, *numbers)
+    problem = Problem(*made.transpose(2, 3), *[None] * 7, *numbers)
+    grads = backward_launch.Gradients(None, None, torch.randn_like(problem.q), None, None)
+    if models:
+        cuts = torch.full((problem.q.shape[1],), -4.0, device=DEVICE)
+        problem = problem._replace(power=8, threshold=cuts, normalise=EPSILON)
+        out, row_sum, *_ = launch.forward(problem, 1)
+        # As small as their loss makes it beside the output's.
+        grad_sum = 1e-3 * torch.randn_like(row_sum)
+        grads = grads._replace(out=out, row_sum=row_sum, grad_sum=grad_sum)
+    return Call(problem, grads)
 
 
-def backward(problem: Problem, grad: Tensor, variant: str) -> tuple[Tensor, ...]:
+def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
-    grads = backward_launch.Gradients(None, None, grad, None, None)
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
     chosen = None if variant == DEFAULT else variant in SPECIALISED
     with tiles.override(overridden(variant), sign_bytes=limits.get(variant), specialised=chosen):
-        return backward_launch.backward(problem, grads, False)[:3]
+        return backward_launch.backward(*call, need_shift=call.problem.threshold is not None)[:3]
 
 
-def gate(job: tuple[int, bool, str]) -> float:
+def gate(job: tuple[int, bool, bool, str]) -> float:
     """The largest relative error of the gradients at an odd length; compiles, too."""
-    width, causal, variant = job
+    width, causal, models, variant = job
     n = 77 if INTERPRETED else 4093
-    problem = make(width, causal, n, tokens=2 * n, total=2 * width)
+    call = make(width, causal, n, models, tokens=2 * n, total=2 * width)
+    problem, grads = call
     leaves = [each.double().requires_grad_() for each in problem[:3]]
     seen = torch.ones(n, n, device=DEVICE, dtype=torch.bool).tril(0 if causal else n)
-    weights = (leaves[0] @ leaves[1].transpose(-2, -1)).relu() * seen * problem.scale
+    scores = leaves[0] @ leaves[1].transpose(-2, -1) * problem.scale
+    cut = 0.0 if problem.threshold is None else problem.threshold.double()[:, None, None]
+    weights = (scores - cut).relu() ** problem.power * seen
     weights = weights / (seen.sum(-1, keepdim=True) / 2).sqrt()
-    grad = torch.randn_like(problem.q)
-    wanted = torch.autograd.grad(weights @ leaves[2], leaves, grad.double())
+    sums = weights.sum(-1)
+    if problem.divided:
+        weights = weights / (sums[..., None] + EPSILON)
+    total = (weights @ leaves[2] * grads.grad_out.double()).sum()
+    if grads.grad_sum is not None:
+        total = total + (sums * grads.grad_sum.double()).sum()
+    wanted = torch.autograd.grad(total, leaves)
     try:
-        pairs = zip(backward(problem, grad, variant), wanted, strict=True)
+        pairs = zip(backward(call, variant), wanted, strict=True)
         return max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)
     except Exception as error:
         print(*job, type(error).__name__, str(error)[:200], flush=True)
@@ -96,18 +125,18 @@ def gate(job: tuple[int, bool, str]) -> float:
 
 
 def measure(
-    width: int, causal: bool, n: int, variants: list[str], quick: bool
+    width: int, causal: bool, n: int, models: bool, variants: list[str], quick: bool
 ) -> list[dict[str, object]]:
     """Milliseconds of every backward at one shape, and how much faster than the peer's it is."""
-    problem = make(width, causal, n, **({"tokens": 128, "total": 64} if quick else {}))
-    grad = torch.randn_like(problem.q)
-    leaves = [each.detach().requires_grad_() for each in problem[:3]]
+    call = make(width, causal, n, models, **({"tokens": 128, "total": 64} if quick else {}))
+    leaves = [each.detach().requires_grad_() for each in call.problem[:3]]
     with sdpa_kernel(PEER):
         out = scaled_dot_product_attention(*leaves, is_causal=causal)
-    calls: dict[str, Call] = {
+    grad = call.grads.grad_out
+    calls: dict[str, Timed] = {
         PEER.name: partial(torch.autograd.grad, out, leaves, grad, retain_graph=True)
     }
-    calls |= {name: partial(backward, problem, grad, name) for name in variants}
+    calls |= {name: partial(backward, call, name) for name in variants}
     times = Clock(DEVICE).rounds(calls, 1 if quick else 7, 0.0 if quick else 1.5)
     return [
         {
@@ -127,13 +156,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times the backward kernels.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=90, help="no new shape after that")
+    parser.add_argument("--only", nargs="+", default=[], help="names of variants; default all")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16_384])
+    parser.add_argument("--models", action="store_true", help="the call of the document models")
     parser.add_argument("--quick", action="store_true", help="one tiny shape")
     arguments = parser.parse_args()
     start = time.monotonic()
     jobs = [
-        (*kind, name)
+        (*kind, arguments.models, name)
         for kind, names in TILES.items()
         for name in (DEFAULT, PLAIN, SCORES, *SPECIALISED, *MEMORY, *names)
+        if name in (arguments.only or [name])
     ]
     jobs = jobs[:2] if arguments.quick else jobs
     if INTERPRETED:
@@ -147,11 +180,11 @@ def main() -> None:
     print("width mask n: milliseconds (ratio to the first)")
     rows: list[dict[str, object]] = []
     for width, causal in dict.fromkeys(job[:2] for job in jobs):
-        variants = [job[2] for job in jobs if job[:2] == (width, causal) and job not in refused]
-        for n in (64,) if arguments.quick else LENGTHS:
+        variants = [job[3] for job in jobs if job[:2] == (width, causal) and job not in refused]
+        for n in (64,) if arguments.quick else arguments.lengths:
             if time.monotonic() - start > arguments.seconds:
                 continue
-            found = measure(width, causal, n, variants, arguments.quick)
+            found = measure(width, causal, n, arguments.models, variants, arguments.quick)
             shown = (f"{row['what']} {row['ms']:.3f} ({row['ratio']:.2f})" for row in found)
             print(
                 f"{width} {'causal' if causal else 'full':6} {n:5}:", *shown, sep="  ", flush=True
