@@ -35,6 +35,7 @@ from reluformer.ops.triton.specialised_parts import (
     place_of,
     turns_of,
 )
+from reluformer.ops.triton.specialised_weights import even_sums, log_sums, row_sums, weights_of
 
 
 @gluon.jit
@@ -67,102 +68,6 @@ def _place(turn, items, heads, tiles, work, lengths, q_length, k_length, PAIRED:
         n_q = gl.load(entry + 4)
         n_k = gl.load(entry + 5)
     return batch, h, tile, first_q, first_k, n_q, n_k, key_end(lengths, batch, n_k)
-
-
-@gluon.jit
-def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def _row_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums over the columns of a bfloat16 tile, as far as they lie in one thread: [ROWS, 8]."""
-    left, right = _halves(packed, ROWS, COLS)
-    added = gl.inline_asm_elementwise(
-        "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.bfloat16, is_pure=True, pack=2
-    )
-    if COLS > 16:
-        result = _row_sums(added, ROWS, COLS // 2)
-    else:
-        result = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [added], gl.float32,
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    return result
-
-
-@gluon.jit
-def _log_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums of w log2 w over the columns of a bfloat16 tile, as far as they lie in one thread.
-
-    The least normal number stands for 0, which has no logarithm.
-    """
-    terms = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 pair, least;
-        .reg .f32 low, high, low_log, high_log;
-        mov.b32 least, 0x00800080;
-        max.bf16x2 pair, $2, least;
-        shl.b32 low, pair, 16;
-        and.b32 high, pair, 0xffff0000;
-        lg2.approx.ftz.f32 low_log, low;
-        lg2.approx.ftz.f32 high_log, high;
-        shl.b32 low, $2, 16;
-        and.b32 high, $2, 0xffff0000;
-        mul.f32 low, low, low_log;
-        fma.rn.f32 $0, high, high_log, low;
-        mov.b32 $1, 0;
-        }""",
-        "=r,=r,r", [packed], gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
-    return _even_sums(terms, ROWS, COLS)
-
-
-@gluon.jit
-def _even_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums over the even columns, as far as they lie in one thread: [ROWS, 4]."""
-    even, _odd = gl.split(gl.reshape(x, [ROWS, COLS // 2, 2]))
-    return _folded(even, ROWS, COLS // 2)
-
-
-@gluon.jit
-def _folded(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    if COLS > 4:
-        left, right = _halves(x, ROWS, COLS)
-        x = _folded(left + right, ROWS, COLS // 2)
-    return x
-
-
-@gluon.jit
-def _weights(
-    score, row, col, offset, end, cut, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """max(score, 0)^p of what is seen, in bfloat16; [ROWS, KEYS] in the layout of the scores."""
-    if PRESCALE:
-        score = score * scale
-    if HAS_THRESHOLD:
-        score = score - cut
-    if MASKED:
-        cols = col + gl.arange(0, score.shape[1], gl.SliceLayout(0, LAYOUT))
-        seen = (cols < end)[None, :]
-        if CAUSAL:
-            rows = row + offset + gl.arange(0, score.shape[0], gl.SliceLayout(1, LAYOUT))
-            seen = seen & (cols[None, :] <= rows[:, None])
-        score = gl.where(seen, score, 0.0)
-    if POWER > 1:
-        score = gl.maximum(score, 0.0)
-        square = score * score
-        score = square * score if POWER == 3 else square
-    if POWER >= 4:
-        score *= score
-    if POWER == 8:
-        score *= score
-    # Two values an instruction, which the compiler does not find by itself.
-    return gl.inline_asm_elementwise(
-        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [score], gl.bfloat16, is_pure=True, pack=2
-    )
 
 
 @gluon.jit
@@ -252,14 +157,14 @@ def _walk(
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(k_at), count=1)
         k_at, k_phase = next_stage(k_at, k_phase, STAGES)
-        packed = _weights(
+        packed = weights_of(
             s, row, j * KEYS, offset, end, cut, scale, MASKED, CAUSAL, POWER, HAS_THRESHOLD,
             PRESCALE, S_LAYOUT,
         )  # fmt: skip
         if SUMS:
-            total += _row_sums(packed, ROWS, KEYS)
+            total += row_sums(packed, ROWS, KEYS)
         if LOGS:
-            log_total += _log_sums(packed, ROWS, KEYS)
+            log_total += log_sums(packed, ROWS, KEYS)
             # Here, and again in the next turn: without it the assembler puts off the logarithms
             # until the product under way is over.
             mbarrier.wait(k_full.index(k_at), k_phase)
@@ -366,18 +271,18 @@ def _consumer(
         # Scores of the first tile are there.
         mbarrier.arrive(k_empty.index(k_at), count=1)
         k_at, k_phase = next_stage(k_at, k_phase, STAGES)
-        packed = _weights(
+        packed = weights_of(
             s, row, 0, offset, end, cut, scale, CAUSAL or TAIL, CAUSAL, POWER, HAS_THRESHOLD,
             PRESCALE, s_layout,
         )  # fmt: skip
         total = 0.0
         if SUMS:
-            total = _row_sums(packed, ROWS, KEYS)
+            total = row_sums(packed, ROWS, KEYS)
         log_total = 0.0
         if LOGS:
-            log_total = _even_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout), ROWS, KEYS)
+            log_total = even_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout), ROWS, KEYS)
             if wanted:
-                log_total = _log_sums(packed, ROWS, KEYS)
+                log_total = log_sums(packed, ROWS, KEYS)
         p = gl.convert_layout(packed, p_layout, assert_trivial=True)
         # Tiles that need no mask, those that do, and with logarithms all.
         for loop in gl.static_range(3):
