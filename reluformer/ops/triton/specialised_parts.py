@@ -80,7 +80,7 @@ def give_back(empty):
     """Say that a buffer has been read into registers.
 
     Such reads may still be under way when a barrier is over, and zeros for rows past the end of a
-    tensor come at once: seen in one run of a hundred.
+    tensor come at once: seen in three runs of a hundred.
     """
     fence_async_shared()
     gl.thread_barrier()
