@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.triton import specialised_backward_launch, tiles
+from reluformer.ops.triton import specialised_backward_launch
+from reluformer.ops.triton.backward_choice import choice, sign_bytes
 from reluformer.ops.triton.backward_keys import keys_kernel
 from reluformer.ops.triton.backward_queries import queries_kernel
 from reluformer.ops.triton.launcher import (
@@ -29,14 +30,10 @@ from reluformer.ops.triton.packed import packed_heads
 from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem, pad
 from reluformer.ops.triton.rows import row_terms_kernel, scale_rows_kernel
-from reluformer.ops.triton.signs import SIDE, SLACK, WIDEST, WORDS
+from reluformer.ops.triton.signs import SLACK, WORDS
 
 # Rows of a tile of the pass over output gradients.
 _SCALED_ROWS = 64
-# Signs pay from this many queries and keys on, up to this width (`benchmarks/backward.py`: not
-# measured elsewhere), and are given this much memory.
-_SIGNS_FROM, _SIGNS_TO = 1024, 128
-_SIGN_BYTES = 256 << 20
 
 Backward = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -94,9 +91,10 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
         return dq.zero_(), dk.zero_(), dv.zero_(), zeroed(row_dot), shift
     row_shift = row_values(q, packed=packed) if need_shift else None
     results = Results(dq, dk, dv, row_dot, row_shift)
-    heads = heads_with_signs(problem, grads)
+    key = signature(("choice", *problem[10:]), (*problem.tensors, *grads))
+    specialised, heads = choice(key, problem, grads.level, grads.grad_out)
     if heads == 0:
-        _fill(problem, grads, results, None)
+        _fill(problem, grads, results, None, specialised)
     else:
         signs = _sign_buffer(problem, heads)
         for batches, key_heads in _parts(q.shape[0], k.shape[1], heads // problem.group):
@@ -105,62 +103,17 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
                 dq[batches, own], dk[batches, key_heads], dv[batches, key_heads],
                 _at(row_dot, batches, own), _at(row_shift, batches, own),
             )  # fmt: skip
-            _fill(problem.at(batches, own, key_heads), grads.at(batches, own), part, signs)
+            _fill(
+                problem.at(batches, own, key_heads), grads.at(batches, own), part, signs,
+                specialised,
+            )  # fmt: skip
     shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
     return dq, dk, dv, row_dot, shift
 
 
-def heads_with_signs(problem: Problem, grads: Gradients) -> int:
-    """Of how many query heads, over all batches, the signs are kept at a time; 0: they are not.
-
-    The derivative of a ReLU, unlike that of its powers, is known from the sign alone.
-    """
-    if problem.power > 1 or grads.level > 1 or problem.packed:
-        return 0
-    if problem.mask is not None or problem.dropout_p > 0:
-        return 0
-    limit, specialised = tiles.current().sign_bytes, _specialised(problem, grads)
-    if limit is None:
-        pays = _signs_pay(problem)
-        if specialised:
-            pays = pays and specialised_backward_launch.keeps_signs(problem)
-        limit = _SIGN_BYTES if pays else 0
-    if limit == 0:
-        return 0
-    used = [problem.tile("keys", signs=True), problem.tile("queries", signs=True)]
-    if specialised:
-        # Its tiles are blocks of signs.
-        used = []
-    if any(tile.queries % SIDE.value or tile.keys % SIDE.value for tile in used):
-        return 0
-    if any(tile.queries > BLOCK.value or tile.keys > WIDEST.value for tile in used):
-        return 0
-    heads = min(limit // _sign_bytes(problem), problem.q.shape[0] * problem.q.shape[1])
-    return heads if heads >= problem.group else 0
-
-
-def _signs_pay(problem: Problem) -> bool:
-    long_enough = min(problem.max_q, problem.max_k) >= _SIGNS_FROM
-    return problem.power == 1 and long_enough and problem.width <= _SIGNS_TO
-
-
-def _specialised(problem: Problem, grads: Gradients) -> bool:
-    """Whether the kernels with specialised warps serve a call."""
-    tensors = (problem.q, problem.k, problem.v, grads.grad_out)
-    pays = _signs_pay(problem) and tiles.current().sign_bytes != 0
-    return specialised_backward_launch.suits(problem, grads.level, tensors, signs_pay=pays)
-
-
-def _sign_bytes(problem: Problem) -> int:
-    """Of the signs of one head, padded to whole tiles."""
-    rows = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value
-    cols = triton.cdiv(problem.max_k, WIDEST.value) * WIDEST.value
-    return int(rows * cols // 8)
-
-
 def _sign_buffer(problem: Problem, heads: int) -> Tensor:
     """Memory for the signs of so many heads, and what readers run ahead."""
-    words = heads * _sign_bytes(problem) // 2 + SLACK * WORDS.value
+    words = heads * sign_bytes(problem) // 2 + SLACK * WORDS.value
     return problem.q.new_empty((words,), dtype=torch.int16)
 
 
@@ -186,16 +139,23 @@ def _at(tensor: Tensor | None, batches: slice, heads: slice) -> Tensor | None:
     return None if tensor is None else tensor[batches, heads]
 
 
-def _fill(problem: Problem, grads: Gradients, results: Results, signs: Tensor | None) -> None:
+def _fill(
+    problem: Problem,
+    grads: Gradients,
+    results: Results,
+    signs: Tensor | None,
+    specialised: bool,
+) -> None:
     """Run both kernels."""
     numbers = (signs is not None, results.row_shift is not None, *problem[10:])
     # Results have the layout of q, k and v, but for parts of them: it follows from the whole.
     written = () if signs is None else results
     key = signature(numbers, (*problem.tensors, *grads, *written))
     dq, dk, dv, row_dot, row_shift = results
-    specialised = _specialised(problem, grads)
     early = row_dot if specialised or problem.divided else None
-    grad_out, terms = key_gradients(problem, grads, key, dk, dv, early, signs)
+    grad_out, terms = key_gradients(
+        problem, grads, key, dk, dv, early, signs, specialised=specialised
+    )
     if specialised:
         _specialised_query_gradients(problem, grads, key, grad_out, terms, dq, row_shift, signs)
     else:
@@ -210,6 +170,8 @@ def key_gradients(
     dv: Tensor,
     row_dot: Tensor | None,
     signs: Tensor | None,
+    *,
+    specialised: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Fill dk and dv and, where they are there, O.dO per row and signs.
 
@@ -218,7 +180,6 @@ def key_gradients(
     q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
     key = key and ("keys", *key)
     launch = LAUNCHES.get(key)
-    specialised = _specialised(problem, grads)
     tile = launch.tile if launch else problem.tile("keys", signs=signs is not None)
     # Where the pass runs anyway, to divide, its copy costs less than factors in the loop. float16
     # would lose small gradients in the extra rounding.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reluformer.ops.triton import (
-    backward_launch,
+    backward_choice,
     specialised_backward_launch,
     specialised_launch,
     tiles,
@@ -33,13 +33,9 @@ def forward(call: Problem, statistics: int = 0) -> bool:
 
 def backward(call: Problem, level: int = 0, sign_bytes: int | None = None) -> tuple[bool, bool]:
     """Whether the specialised kernels serve a backward, and whether signs are kept."""
-    rows = torch.empty(call.q.shape[:3])
-    grads = backward_launch.Gradients(None, None, torch.empty_like(call.q), None, None)
-    if level:
-        grads = grads._replace(grad_sum=rows, grad_log=rows if level == 2 else None)
     with tiles.override(tma=True, sign_bytes=sign_bytes):
-        specialised = backward_launch._specialised(call, grads)
-        return specialised, backward_launch.heads_with_signs(call, grads) > 0
+        specialised, heads = backward_choice.choose(call, level, torch.empty_like(call.q))
+    return specialised, heads > 0
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -103,6 +99,19 @@ def test_few_tiles_leave_no_processor_idle() -> None:
     assert forward(problem(128, 512, batch=1, heads=1))
     assert not forward(problem(128, 256, batch=1, heads=1))
     assert not backward(problem(128, 256, batch=1, heads=1))[0]
+
+
+def test_a_choice_is_made_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_choice, "_CHOICES", {})
+    call = problem(128, 1024)
+    with tiles.override(tma=True):
+        wanted = backward_choice.choose(call, 0, call.q)
+        assert backward_choice.choice(("key",), call, 0, call.q) == wanted
+        # Addresses that ask for other code have no key.
+        assert backward_choice.choice((), call, 0, call.q) == wanted
+    monkeypatch.setattr(backward_choice, "choose", lambda *args: pytest.fail("asked again"))
+    assert backward_choice.choice(("key",), call, 0, call.q) == wanted
+    assert list(backward_choice._CHOICES) == [("key",)]
 
 
 def test_a_request_is_obeyed_where_a_kernel_can() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reluformer.ops.triton import backward_launch, op, tiles
+from reluformer.ops.triton import backward_choice, backward_launch, op, tiles
 from reluformer.ops.triton.problem import Problem
 from reluformer.ops.triton.tiles import Tile
 from tests.ops.rectified import Case, arguments, check, found
@@ -100,9 +100,7 @@ def _heads(
     k = torch.empty(4, kv_heads, n, width, dtype=torch.bfloat16, device="meta")
     numbers = (0.125, 1.0, 0.0, 0.5, 1, False, 0, 0.0, n, n)
     problem = Problem(q, k, k, *[None] * 7, *numbers)._replace(**changes)
-    rows = q[..., 0] if level > 1 else None
-    grads = backward_launch.Gradients(None, None, q, rows, rows)
-    return backward_launch.heads_with_signs(problem, grads)
+    return backward_choice.choose(problem, level, q).heads
 
 
 def test_where_signs_are_kept() -> None:
