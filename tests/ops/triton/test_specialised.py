@@ -207,7 +207,7 @@ def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) 
     sizes = (300, 10, 1) if in_registers else (100, 100, 2)
     check(*sizes, **options, seed=3)
     monkeypatch.setattr(slow_motion, "PATIENCE", 0.5)
-    monkeypatch.setattr(slow_motion, "PAUSES", (0.0, 0.02))
+    monkeypatch.setattr(slow_motion, "PAUSES", (0.0, 0.004))
     with pytest.raises(AssertionError):  # noqa: PT012 (what comes when is a matter of chance)
         for seed in range(20):
             check(*sizes, **options, seed=seed, source=broken)

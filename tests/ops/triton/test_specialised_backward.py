@@ -219,7 +219,7 @@ def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) 
     sizes = ((600, 40, 1) if at else (40, 600, 1)) if in_registers else (330, 330, 2)
     check(*sizes, **options, seed=0)
     monkeypatch.setattr(slow_motion, "PATIENCE", 0.5)
-    monkeypatch.setattr(slow_motion, "PAUSES", (0.0, 0.02))
+    monkeypatch.setattr(slow_motion, "PAUSES", (0.0, 0.004))
     sources = (SOURCES[0], broken) if at else (broken, SOURCES[1])
     with pytest.raises(AssertionError):  # noqa: PT012 (what comes when is a matter of chance)
         for seed in range(20):
