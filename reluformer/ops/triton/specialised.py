@@ -27,12 +27,14 @@ from reluformer.ops.triton.schedule import FIELDS
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
     clean,
+    cut_of,
     give_back,
     key_end,
     key_tiles,
     next_stage,
     opaque,
     place_of,
+    stored,
     turns_of,
 )
 from reluformer.ops.triton.specialised_weights import even_sums, log_sums, row_sums, weights_of
@@ -178,17 +180,6 @@ def _walk(
 
 
 @gluon.jit
-def _store_tile(out, spare, tile, batch, h, row, D: gl.constexpr, ROWS: gl.constexpr):
-    """Write a tile by a descriptor, once the store before has read the buffer: thread 0 knows."""
-    tma.store_wait(0)
-    gl.thread_barrier()
-    spare.reshape([ROWS, D]).store(tile)
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out, [batch, h, row, 0], spare)
-
-
-@gluon.jit
 def _store_rows(
     rest, tile, h, first, row, n_q, stride_h, stride_t, D: gl.constexpr, ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -263,11 +254,7 @@ def _consumer(
         count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, KEYS, CAUSAL, TAIL)
         row += part * ROWS
         mine, whole = key_tiles(row, n_q, n_k, end, ROWS, KEYS, CAUSAL, TAIL)
-        cut = threshold_value
-        if threshold is not None:
-            cut = gl.load(threshold + h).to(gl.float32)
-        if not PRESCALE:
-            cut = cut / scale
+        cut = cut_of(threshold, threshold_value, scale, h, PRESCALE)
         # Scores of the first tile are there.
         mbarrier.arrive(k_empty.index(k_at), count=1)
         k_at, k_phase = next_stage(k_at, k_phase, STAGES)
@@ -359,14 +346,14 @@ def _consumer(
                 gl.store(log_sum + places, gl.where(wanted, logs, 0.0), mask=rows < n_q)
         result = (acc * row_scale[:, None]).to(gl.bfloat16)
         if work is None:
-            _store_tile(out, spare, result, batch, h, row, D, ROWS)
+            stored(result, out, spare, batch, h, row, ROWS, D)
             s = warpgroup_mma_wait(0, [s])
         else:
             # Not with a product under way around branches. A descriptor knows the end of the
             # tensor, not that of a packed sequence.
             s = warpgroup_mma_wait(0, [s])
             if row + ROWS <= n_q:
-                _store_tile(out, spare, result, batch, h, first_q + row, D, ROWS)
+                stored(result, out, spare, batch, h, first_q + row, ROWS, D)
             else:
                 _store_rows(
                     rest, result, h, first_q, row, n_q, stride_oh, stride_ot, D, ROWS, o_layout

@@ -14,7 +14,7 @@ loop no product is under way: the assembler would make all of them wait for each
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
@@ -43,6 +43,19 @@ def query_tiles(
         low = gl.minimum(gl.maximum(key - offset, 0) // SIDE, high - 1)
         edge = (gl.maximum(key + ROWS - 1 - offset, 0) + SIDE - 1) // SIDE
     return gl.where(base < end, low, high - 1), high, edge
+
+
+@gluon.jit
+def barriers_of(PLACES: gl.constexpr, READERS: gl.constexpr):
+    """Two for each of so many buffers: full when a copy has arrived, empty when so many groups of
+    warps have read it. A fence and a barrier must follow."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], layout)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return full, empty
 
 
 @gluon.jit
@@ -121,39 +134,6 @@ def skipped(full, empty, at, phase, count, STAGES: gl.constexpr):
         mbarrier.arrive(empty.index(at), count=1)
         at, phase = next_stage(at, phase, STAGES)
     return at, phase
-
-
-@gluon.jit
-def stored(out, target, buf, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
-    """Send [ROWS, D] to memory, through a buffer whose last content must have been read."""
-    # Thread 0 knows, the others wait for it.
-    tma.store_wait(0)
-    gl.thread_barrier()
-    buf.reshape([ROWS, D]).store(out.to(gl.bfloat16))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(target, [b, h, row, 0], buf)
-
-
-@gluon.jit
-def cut_of(threshold, threshold_value, scale, h, PRESCALE: gl.constexpr):
-    """The threshold of a head in units of the scores that products give."""
-    cut = threshold_value
-    if threshold is not None:
-        cut = gl.load(threshold + h).to(gl.float32)
-    if not PRESCALE:
-        cut = cut / scale
-    return cut
-
-
-@gluon.jit
-def shifted(s, cut, scale, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr):
-    """Scores, scaled if their powers ask for it, less the threshold."""
-    if PRESCALE:
-        s = s * scale
-    if HAS_THRESHOLD:
-        s = s - cut
-    return s
 
 
 @gluon.jit

@@ -11,23 +11,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from reluformer.ops.triton.specialised_backward import (
-    cut_of,
+    barriers_of,
     out_factor,
     owned,
     producer,
     query_tiles,
-    shifted,
     skipped,
-    stored,
 )
 from reluformer.ops.triton.specialised_pairs import leave_signs, operand, sloped, weighed
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
+    cut_of,
     give_back,
     key_end,
     next_stage,
     opaque,
     place_of,
+    shifted,
+    stored,
     turns_of,
 )
 
@@ -248,17 +249,8 @@ def specialised_keys_kernel(
     q_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], q.layout)
     g_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], grad_out.layout)
     out_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], dk.layout)
-    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], bar_layout)
-    own_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], bar_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(own_full.index(i), count=1)
-        mbarrier.init(own_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
+    own_full, own_empty = barriers_of(CONSUMERS, 1)
+    full, empty = barriers_of(STAGES, CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     buffers = (k_bufs, v_bufs, q_bufs, g_bufs)

@@ -8,6 +8,8 @@ one block of 64 x 64.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from reluformer.ops.triton.specialised_parts import halves
+
 
 @gluon.jit
 def _pairs(x, ROWS: gl.constexpr, COLS: gl.constexpr):
@@ -90,7 +92,7 @@ def operand(x, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def row_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Sums over the COLS columns of pairs, as far as they lie in one thread: [ROWS, 4]."""
-    left, right = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 4]), (0, 2, 1)))
+    left, right = halves(x, ROWS, COLS // 2)
     added = gl.inline_asm_elementwise(
         "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.int32, is_pure=True, pack=1
     )

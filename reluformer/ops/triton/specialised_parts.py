@@ -7,7 +7,7 @@ that one turn left to the next (the bound of a loop), and a kernel waited for ev
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 CONSUMERS = gl.constexpr(2)
 
@@ -112,3 +112,53 @@ def clean(values, spare, col, end, KEYS: gl.constexpr, D: gl.constexpr):
     fence_async_shared()
     gl.thread_barrier()
     return copy
+
+
+@gluon.jit
+def stored(out, target, buf, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
+    """Send [ROWS, D] to memory, through a buffer whose last content must have been read."""
+    # Thread 0 knows, the others wait for it.
+    tma.store_wait(0)
+    gl.thread_barrier()
+    buf.reshape([ROWS, D]).store(out.to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(target, [b, h, row, 0], buf)
+
+
+@gluon.jit
+def cut_of(threshold, threshold_value, scale, h, PRESCALE: gl.constexpr):
+    """The threshold of a head in units of the scores that products give."""
+    cut = threshold_value
+    if threshold is not None:
+        cut = gl.load(threshold + h).to(gl.float32)
+    if not PRESCALE:
+        cut = cut / scale
+    return cut
+
+
+@gluon.jit
+def shifted(s, cut, scale, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr):
+    """Scores, scaled if their powers ask for it, less the threshold."""
+    if PRESCALE:
+        s = s * scale
+    if HAS_THRESHOLD:
+        s = s - cut
+    return s
+
+
+@gluon.jit
+def seen(x, row, col, offset, end, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
+    """x [queries, keys], or 0 where a key does not exist or lies behind a query."""
+    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    visible = (cols < end)[None, :]
+    if CAUSAL:
+        rows = row + offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+        visible = visible & (cols[None, :] <= rows[:, None])
+    return gl.where(visible, x, 0.0)
+
+
+@gluon.jit
+def halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Left and right half of the columns."""
+    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))

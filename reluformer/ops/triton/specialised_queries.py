@@ -15,13 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from reluformer.ops.triton.specialised_backward import (
-    cut_of,
+    barriers_of,
     out_factor,
     owned,
     producer,
-    shifted,
     skipped,
-    stored,
 )
 from reluformer.ops.triton.specialised_pairs import (
     operand,
@@ -34,25 +32,18 @@ from reluformer.ops.triton.specialised_pairs import (
 from reluformer.ops.triton.specialised_parts import (
     CONSUMERS,
     clean,
+    cut_of,
     give_back,
     key_end,
     key_tiles,
     next_stage,
     opaque,
     place_of,
+    seen,
+    shifted,
+    stored,
     turns_of,
 )
-
-
-@gluon.jit
-def _seen(x, row, col, offset, end, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """x [queries, keys], or 0 where a key does not exist or lies behind a query."""
-    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    seen = (cols < end)[None, :]
-    if CAUSAL:
-        rows = row + offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
-        seen = seen & (cols[None, :] <= rows[:, None])
-    return gl.where(seen, x, 0.0)
 
 
 @gluon.jit
@@ -68,7 +59,7 @@ def _slopes(
         s = warpgroup_mma_wait(BEHIND + 1, [s])
         score = shifted(s, cut, scale, HAS_THRESHOLD, PRESCALE)
         if MASKED:
-            score = _seen(score, row, col, offset, end, CAUSAL, LAYOUT)
+            score = seen(score, row, col, offset, end, CAUSAL, LAYOUT)
         _, steep = weighed(score, s.shape[0], s.shape[1], POWER)
     dp = warpgroup_mma_wait(BEHIND, [dp])
     grad = dp
@@ -76,7 +67,7 @@ def _slopes(
         grad = grad + constant[:, None]
     if MASKED and TAIL and (SIGNS or POWER > 1):
         # What padding holds may be NaN, and its signs are nobody's.
-        grad = _seen(grad, row, col, offset, end, False, LAYOUT)
+        grad = seen(grad, row, col, offset, end, False, LAYOUT)
     if SIGNS:
         ds = signed(grad, words, grad.shape[0], grad.shape[1])
     else:
@@ -280,17 +271,8 @@ def specialised_queries_kernel(
     k_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], k.layout)
     v_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], v.layout)
     out_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], dq.layout)
-    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], bar_layout)
-    own_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], bar_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(own_full.index(i), count=1)
-        mbarrier.init(own_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
+    own_full, own_empty = barriers_of(CONSUMERS, 1)
+    full, empty = barriers_of(STAGES, CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     buffers = (q_bufs, g_bufs, k_bufs, v_bufs)

@@ -3,16 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-
-@gluon.jit
-def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))
+from reluformer.ops.triton.specialised_parts import halves, seen, shifted
 
 
 @gluon.jit
 def row_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Sums over the columns of a bfloat16 tile, as far as they lie in one thread: [ROWS, 8]."""
-    left, right = _halves(packed, ROWS, COLS)
+    left, right = halves(packed, ROWS, COLS)
     added = gl.inline_asm_elementwise(
         "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.bfloat16, is_pure=True, pack=2
     )
@@ -63,7 +60,7 @@ def even_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
 @gluon.jit
 def _folded(x, ROWS: gl.constexpr, COLS: gl.constexpr):
     if COLS > 4:
-        left, right = _halves(x, ROWS, COLS)
+        left, right = halves(x, ROWS, COLS)
         x = _folded(left + right, ROWS, COLS // 2)
     return x
 
@@ -75,17 +72,9 @@ def weights_of(
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """max(score, 0)^p of what is seen, in bfloat16; [ROWS, KEYS] in the layout of the scores."""
-    if PRESCALE:
-        score = score * scale
-    if HAS_THRESHOLD:
-        score = score - cut
+    score = shifted(score, cut, scale, HAS_THRESHOLD, PRESCALE)
     if MASKED:
-        cols = col + gl.arange(0, score.shape[1], gl.SliceLayout(0, LAYOUT))
-        seen = (cols < end)[None, :]
-        if CAUSAL:
-            rows = row + offset + gl.arange(0, score.shape[0], gl.SliceLayout(1, LAYOUT))
-            seen = seen & (cols[None, :] <= rows[:, None])
-        score = gl.where(seen, score, 0.0)
+        score = seen(score, row, col, offset, end, CAUSAL, LAYOUT)
     if POWER > 1:
         score = gl.maximum(score, 0.0)
         square = score * score

@@ -184,8 +184,8 @@ MISTAKES = {
     "unread tiles are kept": ("for _ in range(mine, count):", "for _ in range(mine, mine):"),
     "values of padding are read": ("            values = clean(", "            clean("),
     "an output is overwritten before it is stored": (
-        "    tma.store_wait(0)\n    gl.thread_barrier()\n    spare",
-        "    gl.thread_barrier()\n    spare",
+        "    tma.store_wait(0)\n    gl.thread_barrier()\n    buf",
+        "    gl.thread_barrier()\n    buf",
     ),
     "queries released before registers have them": (
         "    fence_async_shared()\n    gl.thread_barrier()\n    mbarrier.arrive(empty",
