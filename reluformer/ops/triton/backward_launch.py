@@ -91,10 +91,11 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
         return dq.zero_(), dk.zero_(), dv.zero_(), zeroed(row_dot), shift
     row_shift = row_values(q, packed=packed) if need_shift else None
     results = Results(dq, dk, dv, row_dot, row_shift)
-    key = signature(("choice", *problem[10:]), (*problem.tensors, *grads))
+    key = signature((need_shift, *problem[10:]), (*problem.tensors, *grads))
     specialised, heads = choice(key, problem, grads.level, grads.grad_out)
     if heads == 0:
-        _fill(problem, grads, results, None, specialised)
+        # Results have the layout of q, k and v.
+        _fill(problem, grads, results, None, key, specialised)
     else:
         signs = _sign_buffer(problem, heads)
         for batches, key_heads in _parts(q.shape[0], k.shape[1], heads // problem.group):
@@ -103,10 +104,10 @@ def backward(problem: Problem, grads: Gradients, need_shift: bool) -> Backward:
                 dq[batches, own], dk[batches, key_heads], dv[batches, key_heads],
                 _at(row_dot, batches, own), _at(row_shift, batches, own),
             )  # fmt: skip
-            _fill(
-                problem.at(batches, own, key_heads), grads.at(batches, own), part, signs,
-                specialised,
-            )  # fmt: skip
+            own_problem, own_grads = problem.at(batches, own, key_heads), grads.at(batches, own)
+            tensors = (*own_problem.tensors, *own_grads, *part)
+            key = signature(("signs", need_shift, *problem[10:]), tensors)
+            _fill(own_problem, own_grads, part, signs, key, specialised)
     shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
     return dq, dk, dv, row_dot, shift
 
@@ -144,13 +145,10 @@ def _fill(
     grads: Gradients,
     results: Results,
     signs: Tensor | None,
+    key: tuple[Any, ...],
     specialised: bool,
 ) -> None:
-    """Run both kernels."""
-    numbers = (signs is not None, results.row_shift is not None, *problem[10:])
-    # Results have the layout of q, k and v, but for parts of them: it follows from the whole.
-    written = () if signs is None else results
-    key = signature(numbers, (*problem.tensors, *grads, *written))
+    """Run both kernels; `key` is the signature of all that their launches depend on."""
     dq, dk, dv, row_dot, row_shift = results
     early = row_dot if specialised or problem.divided else None
     grad_out, terms = key_gradients(

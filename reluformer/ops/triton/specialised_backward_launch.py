@@ -3,16 +3,21 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
 from reluformer.ops.triton import tiles
-from reluformer.ops.triton.launcher import Launch, processors, use_descriptors
+from reluformer.ops.triton.launcher import Launch, processors
 from reluformer.ops.triton.parts import BLOCK
 from reluformer.ops.triton.problem import Problem
 from reluformer.ops.triton.signs import SIDE, WIDEST
-from reluformer.ops.triton.specialised_launch import SpecialisedLaunch, at_home
+from reluformer.ops.triton.specialised_launch import (
+    SpecialisedLaunch,
+    at_home,
+    items_of,
+    serves,
+    tiles_of,
+)
 
 _SIDE = int(SIDE.value)
 # So many queries and keys have been measured to pay.
@@ -40,21 +45,16 @@ def suits(problem: Problem, level: int, tensors: Sequence[Tensor], *, signs_pay:
     chosen = tiles.current()
     if chosen.specialised is False or any(name in ("keys", "queries") for name, _ in chosen.tiles):
         return False
-    if level > 1 or problem.packed or problem.mask is not None:
-        return False
-    if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
-        return False
-    width = problem.q.shape[-1]
-    if width != problem.v.shape[-1] or width not in _KEYS or not use_descriptors(tensors):
+    if level > 1 or problem.packed or not serves(problem, _KEYS, tensors):
         return False
     if chosen.specialised:
         return True
-    if signs_pay and width == 64 and not problem.causal:
+    if signs_pay and not keeps_signs(problem) and not problem.causal:
         # Six products take less time than seven, and the plain kernels make signs for less.
         return False
     heads = min(problem.q.shape[1], problem.k.shape[1])
     shortest = min(problem.max_q, problem.max_k)
-    enough = _items(problem, heads, shortest) >= processors(problem.q.device)
+    enough = items_of(problem, heads, shortest, _SIDE) >= processors(problem.q.device)
     return at_home(problem.q) and enough and shortest >= _FROM
 
 
@@ -91,12 +91,6 @@ def queries_launch(
     )  # fmt: skip
 
 
-def _items(problem: Problem, heads: int, length: int) -> int:
-    """Tiles of both consumers' rows, or pairs of them where rows see different numbers of keys."""
-    count = triton.cdiv(length, 2 * _SIDE)
-    return int(problem.q.shape[0] * heads * (triton.cdiv(count, 2) if problem.causal else count))
-
-
 def _launch(
     kernel: Any,
     problem: Problem,
@@ -109,7 +103,7 @@ def _launch(
     signs: bool,
 ) -> Launch:
     """Of a kernel that owns tiles of a sequence of that length for each of its heads."""
-    items = _items(problem, heads, length)
+    items = items_of(problem, heads, length, _SIDE)
     padded = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value
     key_blocks = triton.cdiv(problem.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
     # That dO comes with the factors of its rows is what `prescale` means.
@@ -122,7 +116,7 @@ def _launch(
         min(items, processors(problem.q.device)),
         tiled,
         (
-            items, heads, triton.cdiv(length, 2 * _SIDE), problem.max_q, problem.max_k, key_blocks,
+            items, heads, tiles_of(length, _SIDE), problem.max_q, problem.max_k, key_blocks,
             padded // _SIDE * key_blocks, padded, problem.scale, problem.unit,
             problem.threshold_value, problem.length_exponent,
         ),

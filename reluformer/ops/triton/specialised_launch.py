@@ -1,5 +1,6 @@
 """Host side of the specialised forward: which calls it serves, and how it is launched."""
 
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,21 +68,15 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     forced = tiles.current().specialised
     if forced is False or any(name == "forward" for name, _ in tiles.current().tiles):
         return False
-    if problem.mask is not None or (statistics > 1 and problem.packed):
+    if problem.packed and (statistics > 1 or problem.sequences > MOST):
         return False
-    if problem.packed and problem.sequences > MOST:
-        return False
-    if problem.window > 0 or problem.dropout_p > 0 or problem.q.dtype != torch.bfloat16:
-        return False
-    width = problem.q.shape[-1]
-    if width != problem.v.shape[-1] or width not in TILES:
-        return False
-    if not use_descriptors((problem.q, problem.k, problem.v, out)):
+    if not serves(problem, TILES, (problem.q, problem.k, problem.v, out)):
         return False
     if forced:
         return True
     if not at_home(out):
         return False
+    width = problem.q.shape[-1]
     if statistics > 1 and (width == 64 or problem.entropy_every == 1):
         # Logarithms of one block in a few can hide behind products that are long enough.
         return False
@@ -109,7 +104,7 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
         min(items, processors(q.device)),
         [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
         (
-            items, q.shape[1], _tiles(problem, tile), problem.max_q, problem.max_k,
+            items, q.shape[1], tiles_of(problem.max_q, tile.rows), problem.max_q, problem.max_k,
             *out.stride()[1:3], problem.scale, problem.unit, problem.threshold_value,
             problem.length_exponent, problem.epsilon,
         ),
@@ -128,6 +123,17 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
     return made
 
 
+def serves(problem: Problem, widths: Container[int], tensors: Sequence[Tensor]) -> bool:
+    """Whether kernels with specialised warps for heads of these widths can run a call, all of whose
+    tiled tensors these are."""
+    if problem.mask is not None or problem.window > 0 or problem.dropout_p > 0:
+        return False
+    width = problem.q.shape[-1]
+    if problem.q.dtype != torch.bfloat16 or width != problem.v.shape[-1] or width not in widths:
+        return False
+    return use_descriptors(tensors)
+
+
 def at_home(tensor: Tensor) -> bool:
     """Whether GPU and Triton are those for which the kernels with specialised warps are made."""
     if not _TESTED or interpreting() or not tensor.is_cuda or torch.version.hip is not None:
@@ -135,19 +141,24 @@ def at_home(tensor: Tensor) -> bool:
     return torch.cuda.get_device_capability(tensor.device) == (9, 0)
 
 
-def _tiles(problem: Problem, tile: Tile) -> int:
-    """Of queries, both consumers' rows in one."""
-    return int(triton.cdiv(problem.max_q, 2 * tile.rows))
+def tiles_of(length: int, rows: int) -> int:
+    """Of a sequence, with so many rows for each of the two consumers."""
+    return int(triton.cdiv(length, 2 * rows))
+
+
+def items_of(problem: Problem, heads: int, length: int, rows: int) -> int:
+    """Tiles of all heads, or pairs of them where rows see different numbers of keys."""
+    count = tiles_of(length, rows)
+    each = triton.cdiv(count, 2) if problem.causal else count
+    return int(problem.q.shape[0] * heads * each)
 
 
 def _items(problem: Problem, tile: Tile) -> int:
-    """Tiles, or pairs of them where rows see different numbers of keys; of packed sequences as many
-    as there may be."""
+    """Of packed sequences as many as there may be."""
+    heads = problem.q.shape[1]
     if problem.packed:
-        return int(_room(problem, tile).most * problem.q.shape[1])
-    count = _tiles(problem, tile)
-    each = triton.cdiv(count, 2) if problem.causal else count
-    return int(problem.sequences * problem.q.shape[1] * each)
+        return _room(problem, tile).most * heads
+    return items_of(problem, heads, problem.max_q, tile.rows)
 
 
 def _room(problem: Problem, tile: Tile) -> Size:
