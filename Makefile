@@ -16,8 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 # Faster CPU kernels; where no C++ compiler is, one line says so and everything runs without.
-$(KERNELS): $(READY) $(wildcard reluformer/ops/native/*)
-	$(BIN)/python -m reluformer.ops.native || true
+$(KERNELS): $(READY) $(wildcard reluformer/ops/backends/cpu/native/*)
+	$(BIN)/python -m reluformer.ops.backends.cpu.native || true
 	touch $@
 
 demo: $(KERNELS)

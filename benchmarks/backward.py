@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reluformer.bench.timing import Call as Timed
 from reluformer.bench.timing import Clock, ratio
 from reluformer.files import write_json
-from reluformer.ops.triton import backward_launch, launch, tiles
-from reluformer.ops.triton.problem import Problem
+from reluformer.ops.backends.triton import run_backward, run_forward, tuning
+from reluformer.ops.backends.triton.plan import Problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
@@ -55,12 +55,12 @@ TILES = {
 }
 
 
-def overridden(variant: str) -> dict[tiles.Kernel, tiles.Tile]:
+def overridden(variant: str) -> dict[tuning.Kernel, tuning.Tile]:
     """The tile that a name stands for."""
     if variant in (DEFAULT, PLAIN, SCORES, *MEMORY, *SPECIALISED):
         return {}
     sizes = (int(size) for size in variant[1:].rstrip("p").split("/"))
-    tile = tiles.Tile(*sizes, prescale="p" in variant)
+    tile = tuning.Tile(*sizes, prescale="p" in variant)
     return {"queries" if variant[0] == "q" else "keys": tile}
 
 
@@ -68,7 +68,7 @@ class Call(NamedTuple):
     """A problem and what arrives at its outputs."""
 
     problem: Problem
-    grads: backward_launch.Gradients
+    grads: run_backward.Gradients
 
 
 def make(
@@ -78,11 +78,11 @@ def make(
     made = torch.randn(3, tokens // n, n, total // width, width, device=DEVICE).to(DTYPE)
     numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, n, n)
     problem = Problem(*made.transpose(2, 3), *[None] * 7, *numbers)
-    grads = backward_launch.Gradients(None, None, torch.randn_like(problem.q), None, None)
+    grads = run_backward.Gradients(None, None, torch.randn_like(problem.q), None, None)
     if models:
         cuts = torch.full((problem.q.shape[1],), -4.0, device=DEVICE)
-        problem = problem._replace(power=8, threshold=cuts, normalise=EPSILON)
-        out, row_sum, *_ = launch.forward(problem, 1)
+        problem = problem._replace(power=8, threshold=cuts, row_normalise=EPSILON)
+        out, row_sum, *_ = run_forward.forward(problem, 1)
         # As small as their loss makes it beside the output's.
         grad_sum = 1e-3 * torch.randn_like(row_sum)
         grads = grads._replace(out=out, row_sum=row_sum, grad_sum=grad_sum)
@@ -93,8 +93,8 @@ def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
     chosen = None if variant == DEFAULT else variant in SPECIALISED
-    with tiles.override(overridden(variant), sign_bytes=limits.get(variant), specialised=chosen):
-        return backward_launch.backward(*call, need_shift=call.problem.threshold is not None)[:3]
+    with tuning.override(overridden(variant), sign_bytes=limits.get(variant), specialised=chosen):
+        return run_backward.backward(*call, need_shift=call.problem.threshold is not None)[:3]
 
 
 def gate(job: tuple[int, bool, bool, str]) -> float:

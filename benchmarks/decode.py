@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 python benchmarks/decode.py --quick --out decode.json
 
 Every tile is first compared with float64; one that is out of bounds gets no speed. A first pass
-picks, for each width and way of reading, the fastest of the candidates on one shape; it is then
+picks, for each width and way of record, the fastest of the candidates on one shape; it is then
 used on all. Times are medians of interleaved rounds, ratios medians of the ratios within a round.
 Calls walk over several copies of small inputs, so that nobody reads from the cache of the device.
 `of copy` is the time in which the device copies half of the bytes of keys and values (reads and
@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer import PagedCache, decode_attention, relu_attention
 from reluformer.bench.timing import Clock, ratio
-from reluformer.ops.triton import tiles
-from reluformer.ops.triton.tiles import Tile
+from reluformer.ops.backends.triton import tuning
+from reluformer.ops.backends.triton.tuning import Tile
 
 BOUND = 3e-3
 WAYS = ("whole", "skip", "paged", "paged bounds")
@@ -207,7 +207,7 @@ def check_tile(job: tuple[Plan, str, int, int, Tile]) -> dict[str, Any]:
         for data in (FULL, RANDOM, SPARSE, CLUSTERED):
             q, k, v = inputs(plan, shape, data)
             call = prepare(plan, way, q, k, v)
-            with tiles.override({"decode": tile}):
+            with tuning.override({"decode": tile}):
                 found = call().double()
             wanted = relu_attention(q.double(), k.double(), v.double(), impl="reference")
             error = float((found - wanted).norm() / wanted.norm().clamp(min=1e-6))
@@ -258,7 +258,7 @@ class Inputs:
         turn = cycle([prepare(self.plan, way, *each) for each in self.sets])
 
         def call(tile: Tile) -> None:
-            with tiles.override({"decode": tile}):
+            with tuning.override({"decode": tile}):
                 next(turn)()
 
         return call

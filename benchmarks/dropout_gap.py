@@ -4,7 +4,7 @@
 
 Reads the data of the run's own recipe. Every number is a mean over some batches of the training
 data, in training mode (dropout on) and in use (dropout off); then the dev loss with all attention
-scores multiplied by several factors, which is what `train.temper` chooses from.
+scores multiplied by several factors, which is what `train.rescale_scores` chooses from.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from reluformer.info import commit, info
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
 from reluformer.train.data import load_data
-from reluformer.train.dev import dev_loss
-from reluformer.train.distributed import Processes
-from reluformer.train.start import autocast
-from reluformer.train.step import inputs, real_rows
-from reluformer.train.temper import score_multiplier
+from reluformer.train.initialise import autocast
+from reluformer.train.objective import inputs, real_rows
+from reluformer.train.processes import Processes
+from reluformer.train.rescale_scores import score_multiplier
+from reluformer.train.validation import dev_loss
 
 FACTORS = (1.2, 1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 Bits = Callable[[], AbstractContextManager[object]]
@@ -55,12 +55,12 @@ def means(model: ReLUFormer, batches: Iterable[Batch], dropout: bool, bits: Bits
         pad = model.config.pad_id
         loss += float(translation_loss(output.logits.float(), batch.target_out, pad_id=pad)[1])
         tokens += batch.target_tokens
-        for reading in real_rows(output.readings, batch):
-            valid = reading.valid.expand_as(reading.stats.row_sum)
-            assert reading.stats.entropy is not None
-            numbers = (reading.stats.row_sum, reading.stats.entropy)
+        for record in real_rows(output.records, batch):
+            valid = record.valid.expand_as(record.stats.row_sum)
+            assert record.stats.entropy is not None
+            numbers = (record.stats.row_sum, record.stats.entropy)
             parts = [torch.where(valid, each, 0.0).double().sum() for each in numbers]
-            sums[reading.site] += torch.stack([*parts, valid.double().sum()]).cpu()
+            sums[record.site] += torch.stack([*parts, valid.double().sum()]).cpu()
     model.eval()
     found = {site: (total[:2] / total[2]).tolist() for site, total in sums.items()}
     return {"nll": loss / tokens, "row sum and entropy": found}

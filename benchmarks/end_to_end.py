@@ -34,19 +34,19 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.bench.timing import in_short
+from reluformer.config.recipe import Recipe, TrainConfig, load_recipe
 from reluformer.data.batches import Batch
 from reluformer.data.tokenizer import BOS, EOS
 from reluformer.files import write_json
 from reluformer.info import commit, info
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
-from reluformer.recipe import Recipe, TrainConfig, load_recipe
-from reluformer.train.distributed import Processes, processes
-from reluformer.train.graph import Graphs
-from reluformer.train.learner import Learner, compiles, replays
-from reluformer.train.schedule import learning_rate, step_seed
-from reluformer.train.start import autocast, torch_settings
-from reluformer.train.step import Objective, inputs
+from reluformer.train.cuda_graph import Graphs
+from reluformer.train.initialise import autocast, torch_settings
+from reluformer.train.objective import Objective, inputs
+from reluformer.train.processes import Processes, processes
+from reluformer.train.schedules import learning_rate, step_seed
+from reluformer.train.trainer_state import Learner, compiles, replays
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "document.yaml"
 UNTIMED, CALIBRATION_TOKENS = 3, 4096

@@ -177,7 +177,7 @@ def main() -> None:
                 f"{hit.checkpoint:>5} {hit.litter:>6}",
                 flush=True,
             )
-        killed.finish()
+        killed.output_transform()
         wrong = differences(whole, killed)
         print(f"differs: {', '.join(wrong)}" if wrong else "losses and weights are bit-identical")
         sys.exit(1 if wrong else 0)

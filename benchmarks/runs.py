@@ -42,7 +42,7 @@ CURVE = (
     "tokens_per_second",
     "attention",
     "dev",
-    "tempered",
+    "rescaled",
 )
 
 

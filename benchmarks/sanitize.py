@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer import decode_attention
-from reluformer.ops.triton import op, tiles
+from reluformer.ops.backends.triton import op, tuning
 from tests.ops.rectified import CASES, Arguments, Case, arguments, found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ DENSE = [
     WIDE,
     replace(WIDE, causal=True, statistics=1, gamma=True),
     replace(WIDE, width=128, value_width=128, batch=2, key_lengths=(301, 77), causal=True),
-    replace(WIDE, power=4, threshold=-1.0, causal=True, normalise=1e-4),
+    replace(WIDE, power=4, threshold=-1.0, causal=True, row_normalise=1e-4),
     replace(WIDE, statistics=2, kv_heads=2),
 ]
 # Processes that share the work: compiling takes longest.
@@ -109,7 +109,7 @@ def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype
             for sign_bytes in (0, 1 << 20):
                 # Specialised kernels where they can: widths 64 and 128, by descriptors.
                 chosen = specialised and sign_bytes > 0
-                with tiles.override(tma=tma, sign_bytes=sign_bytes, specialised=chosen):
+                with tuning.override(tma=tma, sign_bytes=sign_bytes, specialised=chosen):
                     for _ in range(2):
                         outputs += found(op.rectified_attention, given)[0]
     return outputs
@@ -125,7 +125,7 @@ def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     for width in (64, 128):
         q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
         for causal in (False, True):
-            with tiles.override(specialised=specialised):
+            with tuning.override(specialised=specialised):
                 outputs += op.rectified_attention_varlen(
                     q, k, v, ends, ends, 283, 283, causal=causal, **settings
                 )[:1]
@@ -133,24 +133,25 @@ def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
-    from tests.ops.triton import test_decode, test_decode_gpu, test_op
+    from tests.ops.backends.triton import test_op
+    from tests.ops.backends.triton.portable import test_decode, test_decode_gpu
 
     outputs: list[Tensor] = []
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
     dropped.options["dropout_p"] = 0.3
-    for normalise in (None, 0.1):
-        dropped.options["normalise"] = normalise
+    for row_normalise in (None, 0.1):
+        dropped.options["row_normalise"] = row_normalise
         outputs += found(op.rectified_attention, dropped)[0]
-        outputs += test_op._varlen(dtype, normalise)["found"][:1]
+        outputs += test_op._varlen(dtype, row_normalise)["found"][:1]
     for case in test_decode.CASES:
         given = exact(arguments(case, dtype, device))
-        outputs += test_decode.results(given, tiles.Tile(16, 32, 4, 2))
+        outputs += test_decode.results(given, tuning.Tile(16, 32, 4, 2))
     for queries in (1, 5):
         q = torch.randn(3, 8, queries, 64, device=device).to(dtype)
         for bounds in (False, True):
             cache = test_decode_gpu.filled(64, bounds, dtype)
-            for normalise in (None, 0.01):
-                options = {"threshold": 0.3, "normalise": normalise}
+            for row_normalise in (None, 0.01):
+                options = {"threshold": 0.3, "row_normalise": row_normalise}
                 outputs.append(decode_attention(q, cache, impl="triton", **options))
     return outputs
 

@@ -51,7 +51,7 @@ from reluformer.model import ReLUFormer
 from reluformer.ops.definition import Attention
 from reluformer.ops.rule import Rectified, per_head
 from reluformer.ops.visibility import Visibility
-from reluformer.train.step import inputs
+from reluformer.train.objective import inputs
 
 TILES = ((16, 16), (64, 64), (128, 64), (128, 128))
 PAGES = (16, 64)
@@ -188,10 +188,10 @@ def _of_batch(model: ReLUFormer, batch: Batch) -> list[tuple[tuple[str, int], Co
 
     here = inputs(batch.to(model.target_embedding.weight.device))
     with patch.object(Attention, "attend", noted):
-        readings = model(**here, record="weights").readings
+        records = model(**here, record="weights").records
     return [
-        ((reading.site, reading.layer), counted(reading.weights, reading.valid, call))
-        for reading, call in zip(readings, calls, strict=True)
+        ((record.site, record.layer), counted(record.weights, record.valid, call))
+        for record, call in zip(records, calls, strict=True)
     ]
 
 

@@ -5,7 +5,7 @@
 Four calls (plain; with row sums; the models' with powers 4 and 8: thresholds, key lengths, rows
 divided) at two widths, full and causal, 16,384 tokens, interleaved rounds. For each: how much
 faster the specialised kernel is, and what it costs relative to its own plain call. Where one is
-slower decides `reluformer.ops.triton.specialised_launch.suits`. Needs a Hopper GPU.
+slower decides `reluformer.ops.backends.triton.hopper.launch_forward.suits`. Needs a Hopper GPU.
 """
 
 import argparse
@@ -28,15 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reluformer import relu_attention
 from reluformer.bench.timing import Clock
 from reluformer.info import info
-from reluformer.ops.triton import tiles
+from reluformer.ops.backends.triton import tuning
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (256, 512, 1024, 4096)
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "row sums": {"return_sums": "row_sum"},
-    "power 4": {"power": 4, "threshold": -4.0, "normalise": 1e-4, "return_sums": "row_sum"},
-    "power 8": {"power": 8, "threshold": -8.0, "normalise": 1e-4, "return_sums": "row_sum"},
+    "power 4": {"power": 4, "threshold": -4.0, "row_normalise": 1e-4, "return_sums": "row_sum"},
+    "power 8": {"power": 8, "threshold": -8.0, "row_normalise": 1e-4, "return_sums": "row_sum"},
 }
 APART = 3e-3
 
@@ -89,7 +89,7 @@ def measured(width: int, causal: bool, n: int, seconds: float) -> dict[str, Any]
 def ours(
     specialised: bool, q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    with tiles.override(specialised=specialised), torch.no_grad():
+    with tuning.override(specialised=specialised), torch.no_grad():
         made = relu_attention(q, k, v, causal=causal, impl="triton", **options)
     return made if isinstance(made, Tensor) else made.output
 

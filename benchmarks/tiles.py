@@ -1,8 +1,8 @@
-"""Which tile serves which call: times candidates for every kernel, for `ops/triton/tiles.py`.
+"""Which tile serves which call: times candidates for every kernel, for `ops/triton/tuning.py`.
 
-    python benchmarks/tiles.py --out tiles.json            # all cases, a few minutes
-    python benchmarks/tiles.py --only sentence 1024        # cases whose name contains one
-    python benchmarks/tiles.py --only model                # the call of the default models
+    python benchmarks/tuning.py --out tuning.json            # all cases, a few minutes
+    python benchmarks/tuning.py --only sentence 1024        # cases whose name contains one
+    python benchmarks/tuning.py --only model                # the call of the default models
 
 Each case is a call as models make it: 16,384 tokens, width 2048 or, for sentences, 512 with learned
 gamma and threshold; the default models', 32,768 tokens, width 512, fourth powers divided by their
@@ -28,9 +28,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.files import write_json
-from reluformer.ops.triton import backward_launch, launch, tiles
-from reluformer.ops.triton.problem import Problem
-from reluformer.ops.triton.tiles import Kernel, Tile
+from reluformer.ops.backends.triton import run_backward, run_forward, tuning
+from reluformer.ops.backends.triton.plan import Problem
+from reluformer.ops.backends.triton.tuning import Kernel, Tile
 
 CALLS, REPLAYS = 4, 7
 KERNELS: tuple[Kernel, ...] = ("forward", "keys", "queries")
@@ -72,7 +72,7 @@ class Case:
             scale=self.width**-0.5, gamma_value=1.0, threshold_value=0.0,
             length_exponent=1.0 if model else 0.5, power=4 if model else 1,
             causal=self.mask == "causal", window=0, dropout_p=0.0,
-            max_q=self.length, max_k=self.length, normalise=1e-4 if model else 0.0,
+            max_q=self.length, max_k=self.length, row_normalise=1e-4 if model else 0.0,
         )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def candidates(case: Case, kernel: Kernel) -> list[Tile]:
     """What is tried; the table's own choice comes first."""
     # As `Problem.tile` asks: a tile of keys meets their lengths once, before its loop.
     edged = case.mask == "causal" or (case.mask == "lengths" and kernel != "keys")
-    own = tiles.pick(kernel, case.width, edged, case.length, 2)
+    own = tuning.pick(kernel, case.width, edged, case.length, 2)
     return list(dict.fromkeys([own, *_others(case, kernel)]))
 
 
@@ -157,26 +157,26 @@ def _others(case: Case, kernel: Kernel) -> list[Tile]:
 def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     """One call of the kernel alone, with the pass over rows that comes before the keys'."""
     if kernel == "forward":
-        return lambda: launch.forward(problem, int(problem.divided))
+        return lambda: run_forward.forward(problem, int(problem.divided))
     learned = problem.gamma is not None
     out = torch.randn_like(problem.q) if learned else None
     rows = torch.rand(problem.q.shape[:3], device=problem.q.device) if learned else None
-    grads = backward_launch.Gradients(out, None, torch.randn_like(problem.q), None, None)
+    grads = run_backward.Gradients(out, None, torch.randn_like(problem.q), None, None)
     if problem.divided:
         grads = grads._replace(grad_sum=rows, row_sum=rows)
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
     if kernel == "keys":
         dots = row_dot if problem.divided else None
-        return lambda: backward_launch.key_gradients(problem, grads, (), first, second, dots, None)
-    return lambda: backward_launch.query_gradients(problem, grads, (), first, row_dot, shift, None)
+        return lambda: run_backward.key_gradients(problem, grads, (), first, second, dots, None)
+    return lambda: run_backward.query_gradients(problem, grads, (), first, row_dot, shift, None)
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:
     """Compile and run once; the reason if that fails."""
     case, kernel, tile = job
     try:
-        with tiles.override({kernel: tile}):
+        with tuning.override({kernel: tile}):
             work(case.problem(), kernel)()
         torch.cuda.synchronize()
     except Exception as error:
@@ -235,7 +235,7 @@ def main() -> None:
             call, taken = work(problem, kernel), {}
             for tile in candidates(case, kernel):
                 if failed[case.width, case.mask, case.kind, kernel, tile] is None:
-                    with tiles.override({kernel: tile}):
+                    with tuning.override({kernel: tile}):
                         taken[tile] = microseconds(call)
             own = taken[candidates(case, kernel)[0]]
             best = sorted(taken, key=taken.__getitem__)[:3]

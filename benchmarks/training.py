@@ -57,15 +57,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from reluformer.config.recipe import Recipe, load_recipe
 from reluformer.data.prepare import prepare
 from reluformer.data.text import TextPair, write_documents
 from reluformer.data.tokenizer import BOS, EOS, PAD
 from reluformer.files import write_json
 from reluformer.model.config import ModelConfig
-from reluformer.recipe import Recipe, load_recipe
 from reluformer.train import train
 from reluformer.train.data import Split, TrainingData, load_data
-from reluformer.train.folder import METRICS
+from reluformer.train.run_dir import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A part has measured enough after so many seconds in its wanted number of intervals.
@@ -76,7 +76,7 @@ IGNORED = -100
 BARE = (
     "train.checkpoint_every=1000000000",
     "train.dev_every=null",
-    "train.temper=false",
+    "train.rescale_scores=false",
     "train.bleu_every=null",
     "train.final=last",
 )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reluformer.model import AttentionConfig, ModelConfig, ReLUFormer
-from reluformer.search import Hypothesis, SearchConfig, Task, beam_search
+from reluformer.translation.search import Hypothesis, SearchConfig, Task, beam_search
 
 Batch = list[list[int]]
 

@@ -23,7 +23,7 @@ from reluformer.console import guarded
 from reluformer.data.text import DOCUMENT, lines
 from reluformer.errors import UserError
 from reluformer.files import write_text
-from reluformer.translate import Translator
+from reluformer.translation.translator import Translator
 
 PENALTIES = (0.8, 1.0, 1.2, 1.4, 1.6)
 

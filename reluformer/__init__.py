@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         decode_attention,
         relu_attention,
     )
-    from reluformer.translate import Translator
+    from reluformer.translation.translator import Translator
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ __all__ = [
     "relu_attention",
 ]
 
-_MODULES = ("errors", "ops", "model", "translate")
+_MODULES = ("errors", "ops", "model", "translation.translator")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from reluformer.config import build
+from reluformer.config.dataclasses_io import build
+from reluformer.config.recipe import Recipe, load_recipe
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import CONFIG, load_tensors, read_tensors, write_tensors
-from reluformer.recipe import Recipe, load_recipe
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 RECIPE, TOKENIZER, STATE = "recipe.yaml", "tokenizer.json", "state.json"

@@ -20,7 +20,7 @@ from reluformer.errors import UserError
 
 if TYPE_CHECKING:
     from reluformer.data.text import TextPair
-    from reluformer.translate import Translator
+    from reluformer.translation.translator import Translator
 
 app = typer.Typer(
     help="Attention without softmax: train and use ReLUFormers for document translation.",
@@ -127,7 +127,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Report nothing.")] = False,
 ) -> None:
     """Train what a recipe describes, or resume it."""
-    from reluformer.recipe import load_recipe
+    from reluformer.config.recipe import load_recipe
     from reluformer.train import train as run
 
     run(load_recipe(recipe, set_ or ()), out, quiet=quiet)
@@ -171,8 +171,8 @@ def translate(
 ) -> None:
     """Translate stdin to stdout, one line for each line."""
     from reluformer.files import write_json
-    from reluformer.stream import LineReader, joined, source, target, translate_stream
-    from reluformer.translate import Translator
+    from reluformer.translation.stream import LineReader, joined, source, target, translate_stream
+    from reluformer.translation.translator import Translator
 
     search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -230,8 +230,8 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Score translations with sacreBLEU, and compare systems."""
-    from reluformer import evaluate as scoring
-    from reluformer.scorer import METRICS, Metric
+    from reluformer.evaluation import scores as scoring
+    from reluformer.evaluation.fast_metrics import METRICS, Metric
 
     names = _names(hypothesis)
     wanted, found = scoring.read_aligned(reference, hypothesis, documents=documents)

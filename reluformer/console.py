@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from reluformer.errors import UserError
 
 if TYPE_CHECKING:
-    from reluformer.evaluate import Evaluation
+    from reluformer.evaluation.scores import Evaluation
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,12 +18,12 @@ import torch
 
 from reluformer import KeyValueMemory, __version__, relu_attention
 from reluformer.checkpoint import MODEL
+from reluformer.config.recipe import load_recipe
 from reluformer.console import guarded, print_table, score_label
-from reluformer.data import sample
+from reluformer.data.synthetic import sample
 from reluformer.errors import UserError
-from reluformer.evaluate import Evaluation, evaluate
-from reluformer.recipe import load_recipe
-from reluformer.translate import Translator
+from reluformer.evaluation.scores import Evaluation, evaluate
+from reluformer.translation.translator import Translator
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "tiny.yaml"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from reluformer.model.base import Model
 from reluformer.model.blocks import AttentionBranch, MemoryBranch
 from reluformer.model.memory import KeyValueMemory
-from reluformer.model.readings import Reading
+from reluformer.model.records import AttentionRecord
 from reluformer.ops import Stats
 
 Batch = Mapping[str, Any]
@@ -110,8 +110,8 @@ def branch_variances(model: Model, batch: Batch) -> list[Branch]:
 def attention_reports(model: Model, batch: Batch) -> list[AttentionReport]:
     """Row sums, entropy, zeros, dead rows and centralisation of every attention."""
     with _inspecting(model):
-        readings = model(**batch, record="weights").readings
-    return [_attention_report(reading) for reading in readings]
+        records = model(**batch, record="weights").records
+    return [_attention_report(record) for record in records]
 
 
 def memory_reports(model: Model, batch: Batch) -> list[MemoryReport]:
@@ -132,8 +132,8 @@ def memory_reports(model: Model, batch: Batch) -> list[MemoryReport]:
 def attention_maps(model: Model, batch: Batch) -> dict[tuple[str, int], Tensor]:
     """Weights [B, H, Tq, Tk] by (site, layer), sites being encoder, decoder and cross."""
     with _inspecting(model):
-        readings = model(**batch, record="weights").readings
-    return {(r.site, r.layer): r.weights for r in readings if r.weights is not None}
+        records = model(**batch, record="weights").records
+    return {(r.site, r.layer): r.weights for r in records if r.weights is not None}
 
 
 def _branch(name: str, out: Tensor, x: Tensor, valid: Tensor) -> Branch:
@@ -142,18 +142,18 @@ def _branch(name: str, out: Tensor, x: Tensor, valid: Tensor) -> Branch:
     return Branch(name, branch, residual, branch / residual if residual > 0 else math.nan)
 
 
-def _attention_report(reading: Reading) -> AttentionReport:
-    stats, weights = reading.stats, reading.weights
+def _attention_report(record: AttentionRecord) -> AttentionReport:
+    stats, weights = record.stats, record.weights
     assert isinstance(stats, Stats) and weights is not None
-    rows = (reading.valid & (stats.visible > 0)).expand_as(stats.row_sum)
+    rows = (record.valid & (stats.visible > 0)).expand_as(stats.row_sum)
     dead = rows & (stats.row_sum == 0)
 
     def mean(values: Tensor) -> float:
         return float(values[rows].double().mean())
 
     return AttentionReport(
-        site=reading.site,
-        layer=reading.layer,
+        site=record.site,
+        layer=record.layer,
         row_sum=mean(stats.row_sum),
         entropy=mean(stats.entropy),
         zeros=mean(stats.zeros),

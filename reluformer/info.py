@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from reluformer import __version__
+from reluformer.ops.backends.cpu.native import library
+from reluformer.ops.backends.registry import IMPLEMENTATIONS, choose
 from reluformer.ops.call import Call
-from reluformer.ops.implementations import IMPLEMENTATIONS, choose
-from reluformer.ops.native import library
-from reluformer.ops.table import lookup
+from reluformer.ops.family.table import lookup
 from reluformer.ops.visibility import Visibility
 
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "sacrebleu", "transformers")

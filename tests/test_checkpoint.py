@@ -12,7 +12,7 @@ from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import distinct_tensors
-from reluformer.train.finish import write_model
+from reluformer.train.finalise import write_model
 from tests.train.tiny import tiny
 
 STATE = RunState(step=1200, position=(3, 7), tokens=10**12, best_nll=0.1 + 0.2, best_step=800)

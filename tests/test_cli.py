@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 import reluformer
 from reluformer.cli import app
-from reluformer.data import sample
+from reluformer.config.recipe import recipe_from
+from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.model import ReLUFormer
-from reluformer.recipe import recipe_from
 from reluformer.train import Diverged
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import end_to_end as benchmark
+from reluformer.config.recipe import load_recipe
 from reluformer.model import ReLUFormer
-from reluformer.recipe import load_recipe
 
 SETTINGS = ["model.dropout=0.0", "train.warmup=2", "train.compile=false", *benchmark.TINY]
 

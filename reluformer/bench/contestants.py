@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from reluformer.bench.cases import Case
 from reluformer.ops import attention
-from reluformer.ops.implementations import IMPLEMENTATIONS
+from reluformer.ops.backends.registry import IMPLEMENTATIONS
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 Options = Callable[[int, int], dict[str, Any]]

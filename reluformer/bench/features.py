@@ -11,8 +11,8 @@ from torch import Tensor
 from reluformer.bench.cases import Case
 from reluformer.bench.contestants import Contestant, Options, Run
 from reluformer.model.config import AttentionConfig
-from reluformer.ops import fused
 from reluformer.ops.api import relu_attention
+from reluformer.ops.backends import fused
 
 PLAIN = "plain"
 _GROUPS = 8
@@ -102,7 +102,7 @@ def _as_in_models(case: Case) -> Contestant:
 
 def _on_triton(case: Case) -> bool:
     """Whether the Triton kernels run the case; else the cpu implementation does."""
-    from reluformer.ops.triton.op import supports
+    from reluformer.ops.backends.triton.op import supports
 
     like = torch.empty(1, 1, 1, case.width, device=case.device, dtype=getattr(torch, case.dtype))
     return supports(like, like, like, scale=1.0, power=1) is None
@@ -147,7 +147,7 @@ def _packed(name: str, case: Case, cuts: Sequence[int] = ()) -> Contestant:
     longest, work = max(lengths), sum(each**2 for each in lengths) / (case.batch * n**2)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        from reluformer.ops.triton.op import rectified_attention_varlen
+        from reluformer.ops.backends.triton.op import rectified_attention_varlen
 
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
         out, *_ = rectified_attention_varlen(q, k, v, ends, ends, longest, longest, **settings)

@@ -1,4 +1,4 @@
-"""Reading aligned text: one sentence a line, documents between `<d>` lines or blank lines.
+"""AttentionRecord aligned text: one sentence a line, documents between `<d>` lines or blank lines.
 
 Files are UTF-8, plain or compressed (.xz, .gz), and are streamed: memory does not grow with them.
 Lines end with a newline (or carriage return and newline) and with nothing else, so characters such

@@ -7,21 +7,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from reluformer.errors import UserError
-from reluformer.model.cache import GrowingCache
 from reluformer.model.config import AttentionConfig, ModelConfig
+from reluformer.model.gamma import Gamma
+from reluformer.model.kv_cache import GrowingCache
 from reluformer.model.memory import KeyValueMemory
 from reluformer.model.positions import Start, rotate
-from reluformer.model.readings import KeyValues, Record
-from reluformer.model.scale import Gamma
+from reluformer.model.records import KeyValues, Record
+from reluformer.ops.backends.registry import IMPLEMENTATIONS, choose
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
-from reluformer.ops.implementations import IMPLEMENTATIONS, choose
+from reluformer.ops.family.table import lookup
 from reluformer.ops.stats import RowSums, Stats
-from reluformer.ops.table import lookup
 from reluformer.ops.visibility import Visibility
 
 if TYPE_CHECKING:
-    from reluformer.distributed.sequence import ShardedSequence
+    from reluformer.context_parallel.sharding import ShardedSequence
 
 
 class Attended(NamedTuple):
@@ -207,7 +207,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """What the heads read, [B, H, T, D], of this rank's tokens."""
         # One process does without: the distributed package builds on this one.
-        from reluformer.distributed.context_parallel import attention
+        from reluformer.context_parallel.sharded_attention import attention
 
         heads: Tensor = attention(
             self.row.name,

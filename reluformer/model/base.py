@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from reluformer.model.attention import Attended, MultiHeadAttention
 from reluformer.model.config import ModelConfig
+from reluformer.model.gamma import Gamma
 from reluformer.model.positions import Start, sinusoids
 from reluformer.model.pretrained import load_pretrained, save_pretrained
-from reluformer.model.readings import Reading
-from reluformer.model.scale import Gamma
+from reluformer.model.records import AttentionRecord
 
 
 class Model(nn.Module):
@@ -96,10 +96,10 @@ def final_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.width) if config.norm == "pre" else nn.Identity()
 
 
-def reading(site: str, layer: int, report: Attended | None) -> Iterator[Reading]:
-    """The report of one attention as a `Reading`, or nothing if it made none."""
+def as_records(site: str, layer: int, report: Attended | None) -> Iterator[AttentionRecord]:
+    """The report of one attention as a `AttentionRecord`, or nothing if it made none."""
     if report is not None and report.stats is not None and report.valid is not None:
-        yield Reading(site, layer, report.stats, report.valid, report.weights)
+        yield AttentionRecord(site, layer, report.stats, report.valid, report.weights)
 
 
 def embedding_table(config: ModelConfig) -> nn.Embedding:

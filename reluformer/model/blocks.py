@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torch import Tensor, nn
 
 from reluformer.model.attention import Attended, MultiHeadAttention
-from reluformer.model.cache import GrowingCache
 from reluformer.model.config import ModelConfig
+from reluformer.model.gamma import Gamma
+from reluformer.model.kv_cache import GrowingCache
 from reluformer.model.memory import KeyValueMemory
-from reluformer.model.readings import KeyValues, Record
-from reluformer.model.scale import Gamma
+from reluformer.model.records import KeyValues, Record
 
 if TYPE_CHECKING:
-    from reluformer.distributed.sequence import ShardedSequence
+    from reluformer.context_parallel.sharding import ShardedSequence
 
 
-class Sight(NamedTuple):
+class ForwardOptions(NamedTuple):
     """What every layer of a pass is told: the lengths [B] of its queries, and what to report.
 
     With a `sequence` the pass sees this rank's tokens of it only.
@@ -59,7 +59,7 @@ class AttentionBranch(nn.Module):
     def forward(
         self,
         x: Tensor,
-        sight: Sight,
+        options: ForwardOptions,
         context: KeyValues | None = None,
         key_lengths: Tensor | None = None,
         cache: GrowingCache | None = None,
@@ -68,13 +68,13 @@ class AttentionBranch(nn.Module):
         report = self.attention(
             self.residual.enter(x),
             context,
-            query_lengths=sight.query_lengths,
+            query_lengths=options.query_lengths,
             key_lengths=key_lengths,
             cache=cache,
-            record=sight.record,
-            sample_rows=sight.sample_rows,
-            entropy_every=sight.entropy_every,
-            sequence=sight.sequence,
+            record=options.record,
+            sample_rows=options.sample_rows,
+            entropy_every=options.entropy_every,
+            sequence=options.sequence,
         )
         return self.residual.leave(x, report.output), report
 
@@ -103,10 +103,10 @@ class EncoderLayer(nn.Module):
         self.memory = _memory(config)
 
     def forward(
-        self, x: Tensor, sight: Sight, key_lengths: Tensor | None = None
+        self, x: Tensor, options: ForwardOptions, key_lengths: Tensor | None = None
     ) -> tuple[Tensor, Attended]:
         """x [B, S, width] after the layer, and what its attention reports."""
-        x, report = self.self_attention(x, sight, key_lengths=key_lengths)
+        x, report = self.self_attention(x, options, key_lengths=key_lengths)
         return self.memory(x), report
 
 
@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        sight: Sight,
+        options: ForwardOptions,
         source: Tensor | KeyValues | None = None,
         source_lengths: Tensor | None = None,
         cache: GrowingCache | None = None,
@@ -134,12 +134,12 @@ class DecoderLayer(nn.Module):
 
         The source is hidden states [B, S, width], or their keys and values from `project_source`.
         """
-        x, own = self.self_attention(x, sight, cache=cache)
+        x, own = self.self_attention(x, options, cache=cache)
         cross = None
         if self.cross_attention is not None:
             if isinstance(source, Tensor):
                 source = self.project_source(source)
-            x, cross = self.cross_attention(x, sight, source, source_lengths)
+            x, cross = self.cross_attention(x, options, source, source_lengths)
         return self.memory(x), own, cross
 
     def project_source(self, hidden: Tensor) -> KeyValues:

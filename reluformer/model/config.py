@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from reluformer.errors import UserError
 from reluformer.model.memories.table import MEMORIES
-from reluformer.ops.table import ATTENTIONS
+from reluformer.ops.family.table import ATTENTIONS
 
 Site = Literal["encoder", "decoder", "cross"]
 
@@ -23,7 +23,7 @@ class AttentionConfig:
     kind: str = "relu"
     power: int = 4
     """Of the rectified score. ReLU only, as all fields down to threshold_init."""
-    normalise: float | None = 1e-4
+    row_normalise: float | None = 1e-4
     """Divide each row by its sum plus this number; None does not."""
     gamma: Literal["fixed", "model", "layer", "head"] = "layer"
     """Granularity at which gamma is learned; `fixed` keeps its first value."""
@@ -69,7 +69,7 @@ class AttentionConfig:
         """ReLUFormer as published: ReLU(s) / (gamma sqrt(n / 2)), nothing calibrated."""
         published: dict[str, Any] = {
             "power": 1,
-            "normalise": None,
+            "row_normalise": None,
             "length_exponent": 0.5,
             "row_sum_init": None,
             "threshold": "fixed",
@@ -81,7 +81,7 @@ class AttentionConfig:
     def fixed_options(self) -> dict[str, Any]:
         """What the kind takes and no layer learns, as keywords of `reluformer.attention`."""
         row = ATTENTIONS[self.kind]
-        own = {name: getattr(self, name) for name in ("power", "normalise", "length_exponent")}
+        own = {name: getattr(self, name) for name in ("power", "row_normalise", "length_exponent")}
         rule = own if "gamma" in row.options else {}
         return {**rule, **self.options}
 

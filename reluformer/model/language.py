@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from reluformer.model.base import Model, final_norm, reading, shared_gamma
-from reluformer.model.blocks import DecoderLayer, Sight
-from reluformer.model.cache import DecoderState, GrowingCache
+from reluformer.model.base import Model, as_records, final_norm, shared_gamma
+from reluformer.model.blocks import DecoderLayer, ForwardOptions
 from reluformer.model.config import ModelConfig
+from reluformer.model.kv_cache import DecoderState, GrowingCache
 from reluformer.model.positions import Start
-from reluformer.model.readings import Output, Reading, Record
+from reluformer.model.records import AttentionRecord, Output, Record
 
 if TYPE_CHECKING:
-    from reluformer.distributed.sequence import ShardedSequence
+    from reluformer.context_parallel.sharding import ShardedSequence
 
 
 class ReLUFormerLM(Model):
@@ -39,19 +39,19 @@ class ReLUFormerLM(Model):
         """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end.
 
         With a `sequence` that several ranks share, tokens are this rank's shard of it, and so are
-        the logits; nothing can be recorded then (see `reluformer.distributed.context_parallel`).
+        the logits; nothing can be recorded then (see `reluformer.context_parallel.sharded_attention`).
         """
-        sight = Sight(lengths, record, sample_rows, entropy_every, sequence)
+        options = ForwardOptions(lengths, record, sample_rows, entropy_every, sequence)
         start: Start = 0
         if sequence is not None:
             sequence.check(tokens, 1, "tokens")
             start = sequence.positions(tokens.device)
         x = self.embed(tokens, self.target_embedding, start)
-        readings: list[Reading] = []
+        records: list[AttentionRecord] = []
         for index, layer in enumerate(self.decoder):
-            x, own, _ = layer(x, sight)
-            readings += reading("decoder", index, own)
-        return Output(self.logits(self.decoder_norm(x)), tuple(readings))
+            x, own, _ = layer(x, options)
+            records += as_records("decoder", index, own)
+        return Output(self.logits(self.decoder_norm(x)), tuple(records))
 
     def start(self) -> DecoderState:
         """An empty decoder state."""
@@ -66,5 +66,5 @@ class ReLUFormerLM(Model):
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)
         for layer, cache in zip(self.decoder, state.layers, strict=True):
-            x, _, _ = layer(x, Sight(), cache=cache)
+            x, _, _ = layer(x, ForwardOptions(), cache=cache)
         return self.logits(self.decoder_norm(x))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reluformer.model.readings import Reading
+from reluformer.model.records import AttentionRecord
 from reluformer.ops import RowSums
 
 MARGIN = 0.7
@@ -58,28 +58,28 @@ def translation_loss(
     return smooth, nll.detach()
 
 
-def attention_sums(readings: Sequence[Reading], margin: float = MARGIN) -> AttentionSums:
-    """Sums and counts over the rows of each reading of a forward pass (at least one)."""
+def attention_sums(records: Sequence[AttentionRecord], margin: float = MARGIN) -> AttentionSums:
+    """Sums and counts over the rows of each record of a forward pass (at least one)."""
     alike: dict[tuple[object, ...], list[int]] = {}
-    for at, reading in enumerate(readings):
-        stats = reading.stats
-        key = (stats.row_sum.shape, stats.entropy is None, _sampled(reading) is None)
+    for at, record in enumerate(records):
+        stats = record.stats
+        key = (stats.row_sum.shape, stats.entropy is None, _sampled(record) is None)
         alike.setdefault(key, []).append(at)
     parts: dict[int, tuple[Tensor, ...]] = {}
     for places in alike.values():
         # All attentions of a shape at once: rows are few, and on a GPU an operation takes longer
         # to start than to run.
-        columns = _sums_over_rows([readings[at] for at in places], margin)
+        columns = _sums_over_rows([records[at] for at in places], margin)
         parts |= zip(
             places, zip(*(column.unbind() for column in columns), strict=True), strict=True
         )
-    rows = (parts[at] for at in range(len(readings)))
+    rows = (parts[at] for at in range(len(records)))
     return AttentionSums(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def attention_losses(readings: Sequence[Reading], margin: float = MARGIN) -> AttentionLosses:
-    """The regularisers over all readings of a forward pass (at least one)."""
-    return mean_losses(attention_sums(readings, margin))
+def attention_losses(records: Sequence[AttentionRecord], margin: float = MARGIN) -> AttentionLosses:
+    """The regularisers over all records of a forward pass (at least one)."""
+    return mean_losses(attention_sums(records, margin))
 
 
 def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> AttentionLosses:
@@ -96,24 +96,24 @@ def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> Att
     )
 
 
-def _sampled(reading: Reading) -> Tensor | None:
-    return reading.stats.sampled if isinstance(reading.stats, RowSums) else None
+def _sampled(record: AttentionRecord) -> Tensor | None:
+    return record.stats.sampled if isinstance(record.stats, RowSums) else None
 
 
-def _sums_over_rows(readings: Sequence[Reading], margin: float) -> tuple[Tensor, ...]:
-    """The fields of `AttentionSums` of readings of one shape."""
-    row_sum = torch.stack([reading.stats.row_sum for reading in readings])
-    visible = _stacked([reading.stats.visible for reading in readings], row_sum)
-    valid = _stacked([reading.valid for reading in readings], row_sum)
+def _sums_over_rows(records: Sequence[AttentionRecord], margin: float) -> tuple[Tensor, ...]:
+    """The fields of `AttentionSums` of records of one shape."""
+    row_sum = torch.stack([record.stats.row_sum for record in records])
+    visible = _stacked([record.stats.visible for record in records], row_sum)
+    valid = _stacked([record.valid for record in records], row_sum)
     rows = valid & (visible > 0)
     live = rows & (row_sum > 0)
     # Dead rows leave the mean: their logarithm is infinite and their gradient zero.
     distance = _distance_from_one(torch.where(live, row_sum, 1.0)).sum((1, 2, 3))
     counts = torch.stack([live, rows]).sum((2, 3, 4))
-    entropies = [each for reading in readings if (each := reading.stats.entropy) is not None]
+    entropies = [each for record in records if (each := record.stats.entropy) is not None]
     if not entropies:
         return distance, torch.zeros_like(distance), counts[0], *counts
-    chosen = [each for reading in readings if (each := _sampled(reading)) is not None]
+    chosen = [each for record in records if (each := _sampled(record)) is not None]
     sampled = live & _stacked(chosen, row_sum) if chosen else live
     cap = margin * visible.clamp_min(1).log()
     excess = torch.where(sampled, (torch.stack(entropies) - cap).clamp_min(0), 0.0)

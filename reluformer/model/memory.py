@@ -40,7 +40,7 @@ class KeyValueMemory(nn.Module):
     bias     add `keys_bias` [slots] to the scores and `values_bias` [width] to what is read; a gate
              has its own; not for kinds with heads
     dropout  dropout on the weights while training
-    heads    reading heads, for product-key and persistent memories only
+    heads    read heads, for product-key and persistent memories only
 
     Further keywords are the options of the kind: k and rank_by_value (top_k), k (product keys),
     experts, k and expert_dropout (sigma_moe). k may not exceed what there is to choose from.

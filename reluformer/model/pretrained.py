@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from reluformer.config import build, to_dict
+from reluformer.config.dataclasses_io import build, to_dict
 from reluformer.errors import UserError
 from reluformer.files import atomic_path, write_json
 from reluformer.model.config import ModelConfig

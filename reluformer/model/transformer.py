@@ -4,11 +4,11 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from reluformer.model.base import Model, embedding_table, final_norm, reading, shared_gamma
-from reluformer.model.blocks import DecoderLayer, EncoderLayer, Sight
-from reluformer.model.cache import DecoderState, GrowingCache
+from reluformer.model.base import Model, as_records, embedding_table, final_norm, shared_gamma
+from reluformer.model.blocks import DecoderLayer, EncoderLayer, ForwardOptions
 from reluformer.model.config import ModelConfig
-from reluformer.model.readings import Output, Reading, Record
+from reluformer.model.kv_cache import DecoderState, GrowingCache
+from reluformer.model.records import AttentionRecord, Output, Record
 
 
 class Encoded(NamedTuple):
@@ -18,7 +18,7 @@ class Encoded(NamedTuple):
     """[B, S, width]."""
     lengths: Tensor | None
     """[B], None when nothing is padding."""
-    readings: tuple[Reading, ...]
+    records: tuple[AttentionRecord, ...]
 
 
 class ReLUFormer(Model):
@@ -56,7 +56,7 @@ class ReLUFormer(Model):
     ) -> Output:
         """Logits [B, T, vocabulary] of each next token of target [B, T], given source [B, S].
 
-        Sources and targets are padded at their end; lengths are [B]. `record` asks for readings of
+        Sources and targets are padded at their end; lengths are [B]. `record` asks for records of
         every attention, of all query rows or of a random sample of `sample_rows`; of all rows, the
         entropies alone can be those of one block in `entropy_every`, see `reluformer.attention`.
         """
@@ -67,13 +67,13 @@ class ReLUFormer(Model):
             sample_rows=sample_rows,
             entropy_every=entropy_every,
         )
-        sight = Sight(target_lengths, record, sample_rows, entropy_every)
+        options = ForwardOptions(target_lengths, record, sample_rows, entropy_every)
         x = self.embed(target, self.target_embedding)
-        readings = list(encoded.readings)
+        records = list(encoded.records)
         for index, layer in enumerate(self.decoder):
-            x, own, cross = layer(x, sight, encoded.hidden, encoded.lengths)
-            readings += [*reading("decoder", index, own), *reading("cross", index, cross)]
-        return Output(self.logits(self.decoder_norm(x)), tuple(readings))
+            x, own, cross = layer(x, options, encoded.hidden, encoded.lengths)
+            records += [*as_records("decoder", index, own), *as_records("cross", index, cross)]
+        return Output(self.logits(self.decoder_norm(x)), tuple(records))
 
     def encode(
         self,
@@ -85,13 +85,13 @@ class ReLUFormer(Model):
         entropy_every: int = 1,
     ) -> Encoded:
         """Hidden states [B, S, width] of source [B, S]."""
-        sight = Sight(source_lengths, record, sample_rows, entropy_every)
+        options = ForwardOptions(source_lengths, record, sample_rows, entropy_every)
         x = self.embed(source, self.source_embedding)
-        readings: list[Reading] = []
+        records: list[AttentionRecord] = []
         for index, layer in enumerate(self.encoder):
-            x, report = layer(x, sight, source_lengths)
-            readings += reading("encoder", index, report)
-        return Encoded(self.encoder_norm(x), source_lengths, tuple(readings))
+            x, report = layer(x, options, source_lengths)
+            records += as_records("encoder", index, report)
+        return Encoded(self.encoder_norm(x), source_lengths, tuple(records))
 
     def start(self, encoded: Encoded) -> DecoderState:
         """A decoder state with the source's keys and values, computed once for all steps and beams.
@@ -111,5 +111,5 @@ class ReLUFormer(Model):
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)
         for layer, source, cache in zip(self.decoder, state.source, state.layers, strict=True):
-            x, _, _ = layer(x, Sight(), source, state.source_lengths, cache)
+            x, _, _ = layer(x, ForwardOptions(), source, state.source_lengths, cache)
         return self.logits(self.decoder_norm(x))

@@ -2,9 +2,9 @@
 
 from reluformer.ops.api import attention, relu_attention
 from reluformer.ops.call import AttentionResult
-from reluformer.ops.paged import PagedCache, decode_attention
+from reluformer.ops.family.table import ATTENTIONS
+from reluformer.ops.paged_cache import PagedCache, decode_attention
 from reluformer.ops.stats import RowSums, Stats
-from reluformer.ops.table import ATTENTIONS
 
 __all__ = [
     "ATTENTIONS",

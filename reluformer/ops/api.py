@@ -5,8 +5,8 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from reluformer.ops.call import AttentionResult
+from reluformer.ops.family.table import lookup
 from reluformer.ops.stats import SumsLevel
-from reluformer.ops.table import lookup
 
 
 @overload
@@ -83,7 +83,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     power: int = 1,
     threshold: float | Tensor = 0.0,
     negative_slope: float = 0.0,
-    normalise: float | None = None,
+    row_normalise: float | None = None,
     scale: float | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -104,7 +104,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     power            1, 2, 3, 4 or 8
     threshold        number or [H]; negative opens keys whose score is below zero
     negative_slope   slope below the threshold, 0 for an exact ReLU
-    normalise        divide each row by its sum plus this number; None, as in the paper, does not
+    row_normalise        divide each row by its sum plus this number; None, as in the paper, does not
 
     The other arguments are those of `attention`.
     """
@@ -121,7 +121,7 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         power=power,
         threshold=threshold,
         negative_slope=negative_slope,
-        normalise=normalise,
+        row_normalise=row_normalise,
         scale=scale,
         bias=bias,
         dropout_p=dropout_p,

@@ -58,7 +58,7 @@ class Call:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse queries, keys and values whose shapes or dtypes do not fit, without reading them."""
+    """Refuse queries, keys and values whose shapes or dtypes do not fit, without record them."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -85,7 +85,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_call(call: Call) -> None:
-    """Refuse numbers, masks and biases that do not fit the tensors, without reading them."""
+    """Refuse numbers, masks and biases that do not fit the tensors, without record them."""
     if not _is_number(call.scale) or not math.isfinite(call.scale):
         raise UserError(f"scale must be a finite number, got {call.scale!r}")
     if not _is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:

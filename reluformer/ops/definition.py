@@ -39,7 +39,7 @@ class Attention:
     paper: str
     weigh: Callable[..., Tensor] | None = None
     rule: Callable[..., Rectified] | None = None
-    finish: Callable[..., Tensor] | None = None
+    output_transform: Callable[..., Tensor] | None = None
     cosine: bool = False
     """Scores are cosines of q and k, with a default scale of 1."""
     halves: bool = False
@@ -58,7 +58,7 @@ class Attention:
     def defaults(self) -> dict[str, Any]:
         """What the options are that a call leaves out."""
         found: dict[str, Any] = {}
-        for function in (self.weigh, self.rule, self.finish):
+        for function in (self.weigh, self.rule, self.output_transform):
             found |= {} if function is None else _keywords(function)
         found.pop("second", None)
         return found
@@ -66,7 +66,7 @@ class Attention:
     @property
     def regularisable(self) -> bool:
         """Whether row sums are learned and matter: rectified weights, no norm that undoes sums."""
-        return self.rule is not None and self.finish is None
+        return self.rule is not None and self.output_transform is None
 
     def weigh_with(self, options: Mapping[str, Any]) -> Weigh:
         """The weight function with its options bound."""
@@ -75,11 +75,11 @@ class Attention:
         assert self.weigh is not None
         return partial(self.weigh, **_pick(self.weigh, options))
 
-    def finish_with(self, output: Tensor, options: Mapping[str, Any]) -> Tensor:
+    def transform_output(self, output: Tensor, options: Mapping[str, Any]) -> Tensor:
         """The output [B, H, Tq, Dv] after this attention's norm or gate, if it has one."""
-        if self.finish is None:
+        if self.output_transform is None:
             return output
-        return self.finish(output, **_pick(self.finish, options))
+        return self.output_transform(output, **_pick(self.output_transform, options))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
@@ -112,7 +112,7 @@ class Attention:
     ) -> AttentionResult:
         """Attend, with the result always in its named form."""
         # Implementations know the table's rows, so the table meets them only when a call runs.
-        from reluformer.ops.implementations import run
+        from reluformer.ops.backends.registry import run
 
         check_tensors(q, k, v)
         if scale is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from reluformer.ops.dispatch import autocast_dtype, learns, plain
+from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced, needs_grad
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -38,10 +38,10 @@ def relu_linear(x: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:
     if autocast_dtype(x) is not None:
         dtype = _product_dtype(x)
         x, keys, bias = x.to(dtype), keys.to(dtype), None if bias is None else bias.to(dtype)
-    if not plain(x):
+    if not is_untraced(x):
         watched: Tensor = torch.ops.reluformer.relu_linear.default(x, keys, bias)
         return watched
-    if learns(x, keys, bias):
+    if needs_grad(x, keys, bias):
         found: Tensor = _ReluLinear.apply(x, keys, bias)  # type: ignore[no-untyped-call]
         return found
     return _run(x, keys, bias)

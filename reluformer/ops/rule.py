@@ -24,7 +24,7 @@ class Rectified:
     power is 1, 2, 3, 4 or 8.
 
     gamma and threshold are numbers or tensors of one value per head, [H]; a threshold may also be
-    one per row, broadcastable to [B, H, Tq, 1]. With `normalise`, each row is divided by its sum
+    one per row, broadcastable to [B, H, Tq, 1]. With `row_normalise`, each row is divided by its sum
     plus that number: competition between keys, as in softmax, without exponentials or a maximum.
     """
 
@@ -33,7 +33,7 @@ class Rectified:
     power: int = 1
     threshold: float | Tensor = 0.0
     negative_slope: float = 0.0
-    normalise: float | None = None
+    row_normalise: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.gamma, Tensor) and not 0 < self.gamma < math.inf:
@@ -46,11 +46,13 @@ class Rectified:
             raise UserError(f"length_exponent must be finite and >= 0, got {self.length_exponent}")
         if not 0 <= self.negative_slope < 1:
             raise UserError(f"negative_slope must be in [0, 1), got {self.negative_slope}")
-        if self.normalise is not None and not 0 < self.normalise < math.inf:
-            raise UserError(f"normalise must be a finite number above 0, got {self.normalise}")
-        if self.normalise is not None and self.negative_slope > 0:
+        if self.row_normalise is not None and not 0 < self.row_normalise < math.inf:
             raise UserError(
-                f"normalise needs negative_slope to be 0, for rows could sum to nothing, "
+                f"row_normalise must be a finite number above 0, got {self.row_normalise}"
+            )
+        if self.row_normalise is not None and self.negative_slope > 0:
+            raise UserError(
+                f"row_normalise needs negative_slope to be 0, for rows could sum to nothing, "
                 f"got {self.negative_slope}"
             )
 
@@ -67,10 +69,10 @@ class Rectified:
         scale = self.row_scale(scores)
         # Plain ReLU memories have nothing to scale, and each pass over the weights costs.
         weights = active if isinstance(scale, float) and scale == 1 else active * scale
-        if self.normalise is None:
+        if self.row_normalise is None:
             return weights
         weights = hide(weights, scores.visible)
-        return weights / (weights.sum(dim=-1, keepdim=True) + self.normalise)
+        return weights / (weights.sum(dim=-1, keepdim=True) + self.row_normalise)
 
     def row_scale(self, scores: Scores) -> Tensor | float:
         """c = 1 / (gamma * (n/2)^length_exponent), broadcastable to [B, H, Tq, 1]."""

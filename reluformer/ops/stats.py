@@ -39,7 +39,7 @@ class Stats(NamedTuple):
     """
 
     row_sum: Tensor
-    """sum_j |w_ij|, differentiable; before a rule divides by it (`Rectified.normalise`), so that a
+    """sum_j |w_ij|, differentiable; before a rule divides by it (`Rectified.row_normalise`), so that a
     loss can keep such rows alive."""
     entropy: Tensor
     """Entropy of the row-normalised weights, in nats, differentiable; 0 in a row without weight."""

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from reluformer.data import sample
+from reluformer.config.recipe import GENERATED, DataConfig, Recipe
 from reluformer.data.batches import Batch, Batches
 from reluformer.data.corpus import Corpus
 from reluformer.data.packing import Packing, pack, sentences
 from reluformer.data.prepare import Prepared
+from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
-from reluformer.recipe import GENERATED, DataConfig, Recipe
 
 _CALIBRATION_TOKENS = 4096
 

@@ -2,7 +2,7 @@
 
 import math
 
-from reluformer.train.statistics import Attention, IntervalLosses
+from reluformer.train.attention_stats import Attention, IntervalLosses
 
 # Seen in trials long before the loss tells: every query reads one key and never another again.
 _COLLAPSED_ENTROPY = 0.1

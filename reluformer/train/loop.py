@@ -13,24 +13,24 @@ from torch import Tensor
 
 from reluformer import checkpoint
 from reluformer.checkpoint import RunState
+from reluformer.config.recipe import Recipe
 from reluformer.data.batches import Batch, prefetch
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
-from reluformer.recipe import Recipe
-from reluformer.train import folder
+from reluformer.train import run_dir
+from reluformer.train.attention_stats import Attention, IntervalLosses, Meter
+from reluformer.train.cuda_graph import Graphs
 from reluformer.train.data import TrainingData, load_data
-from reluformer.train.dev import dev_bleu, dev_loss, watch
-from reluformer.train.distributed import Processes, own_rank, processes
 from reluformer.train.divergence import Guard
-from reluformer.train.finish import finish
-from reluformer.train.graph import Graphs
-from reluformer.train.learner import compiles, replays
+from reluformer.train.finalise import finish
+from reluformer.train.initialise import autocast, begin, newest_step, take_weights, torch_settings
 from reluformer.train.metrics import Metrics
-from reluformer.train.report import Plain, Reporter, reporter
-from reluformer.train.schedule import learning_rate, step_seed
-from reluformer.train.start import autocast, begin, newest_step, take_weights, torch_settings
-from reluformer.train.statistics import Attention, IntervalLosses, Meter
-from reluformer.train.step import Objective
+from reluformer.train.objective import Objective
+from reluformer.train.processes import Processes, own_rank, processes
+from reluformer.train.progress import Plain, Reporter, reporter
+from reluformer.train.schedules import learning_rate, step_seed
+from reluformer.train.trainer_state import compiles, replays
+from reluformer.train.validation import dev_bleu, dev_loss, watch
 
 
 class Trained(NamedTuple):
@@ -49,8 +49,8 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     calls this, with one folder that all can read.
     """
     run = Path(out)
-    folder.check_recipe(run, recipe)
-    if not folder.is_finished(run):
+    run_dir.check_recipe(run, recipe)
+    if not run_dir.is_finished(run):
         with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
             _train(recipe, run, group, quiet)
     elif not quiet and own_rank() == 0:
@@ -61,7 +61,7 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
 def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
     config = recipe.train
     data = load_data(recipe)
-    folder.check_data(run, data)
+    run_dir.check_data(run, data)
     torch.manual_seed(config.seed)
     # Settings that cannot work are refused here, before anything is written.
     model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size))
@@ -69,7 +69,7 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
         take_weights(model, recipe, data)
     with ExitStack() as stack:
         if group.main:
-            stack.enter_context(folder.locked(run))
+            stack.enter_context(run_dir.locked(run))
             checkpoint.clean(run)
         listener = stack.enter_context(reporter(config.steps, speaks=group.main and not quiet))
         loop = _Loop(recipe, run, group, data, model, listener)
@@ -113,11 +113,11 @@ class _Loop:
         self.meter = Meter(group)
         self.metrics: Metrics | None = None
         if group.main:
-            folder.describe(run, recipe, data, group, self.state.step)
+            run_dir.describe(run, recipe, data, group, self.state.step)
             # A fresh start writes step 0 anew.
             after = self.state.step or -1
             tensorboard = self.config.tensorboard
-            self.metrics = Metrics(run / folder.METRICS, after=after, tensorboard=tensorboard)
+            self.metrics = Metrics(run / run_dir.METRICS, after=after, tensorboard=tensorboard)
         self._greet(attention)
 
     def _add_gradients(self, batch: Batch, numbers: Tensor) -> Tensor:
@@ -151,12 +151,12 @@ class _Loop:
 
     def conclude(self, state: RunState) -> None:
         """Write the finished model. For the main process."""
-        tempered = finish(self.run, self.recipe, state, self.data, self.group.device)
-        if tempered is not None:
-            self._write({"step": state.step, "tempered": tempered._asdict()})
+        rescaled = finish(self.run, self.recipe, state, self.data, self.group.device)
+        if rescaled is not None:
+            self._write({"step": state.step, "rescaled": rescaled._asdict()})
             self.listener.say(
-                f"scores times {tempered.factor:.2f}: dev nll {tempered.after:.3f} "
-                f"instead of {tempered.before:.3f}"
+                f"scores times {rescaled.factor:.2f}: dev nll {rescaled.after:.3f} "
+                f"instead of {rescaled.before:.3f}"
             )
         self.listener.say(f"finished at step {state.step}: {self.run / checkpoint.MODEL}")
 
@@ -179,7 +179,7 @@ class _Loop:
     def _look(self, state: RunState, attention: Attention) -> RunState:
         """Check, measure, report and save after a step; nothing bad is ever saved."""
         tokens = self.meter.tokens
-        # Reading waits for the device: before it, the clock would miss the work still queued.
+        # AttentionRecord waits for the device: before it, the clock would miss the work still queued.
         interval = self.meter.read()
         seconds = time.perf_counter() - self.clock
         self.guard.check(state.step, interval, attention)

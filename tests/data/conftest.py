@@ -2,7 +2,7 @@
 
 import pytest
 
-from reluformer.data import sample
+from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import Tokenizer
 
 

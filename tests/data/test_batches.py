@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reluformer.data import packing, sample
+from reluformer.data import packing
 from reluformer.data.batches import Batch, Batches, ladder, pad_sources, prefetch
 from reluformer.data.corpus import Corpus
+from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from reluformer.errors import UserError
 

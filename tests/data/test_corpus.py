@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reluformer.data import sample
 from reluformer.data.corpus import MANIFEST, Corpus, write_corpus
+from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import SEP, Tokenizer
 from reluformer.errors import UserError
 

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reluformer.data import prepare as module
-from reluformer.data import sample, text
+from reluformer.data import text
 from reluformer.data.prepare import Prepared, prepare
+from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair
 from reluformer.errors import UserError
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reluformer.data import sample
 from reluformer.data import tokenizer as module
+from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import BOS, EOS, MIN_VOCAB, PAD, SEP, Tokenizer
 from reluformer.errors import UserError
 

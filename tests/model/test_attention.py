@@ -8,15 +8,15 @@ import torch
 from reluformer import ATTENTIONS
 from reluformer.model import AttentionConfig, ReLUFormer, ReLUFormerLM
 from reluformer.model.attention import MultiHeadAttention
+from reluformer.model.gamma import Gamma
 from reluformer.model.losses import MARGIN, AttentionLosses, attention_losses
-from reluformer.model.readings import Record
-from reluformer.model.scale import Gamma
+from reluformer.model.records import Record
 from tests.model.factory import batch, small, tokens
 
 
-def row_sum(reading) -> float:  # type: ignore[no-untyped-def]
-    valid = (reading.valid & (reading.stats.visible > 0)).expand_as(reading.stats.row_sum)
-    return float(reading.stats.row_sum[valid].detach().mean())
+def row_sum(record) -> float:  # type: ignore[no-untyped-def]
+    valid = (record.valid & (record.stats.visible > 0)).expand_as(record.stats.row_sum)
+    return float(record.stats.row_sum[valid].detach().mean())
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
@@ -37,17 +37,17 @@ def test_everything_learned_gets_a_gradient(kind: str) -> None:
 def test_calibration_sets_the_mean_row_sum(granularity: str, positions: str) -> None:
     config = small(attention_gamma=granularity, attention_row_sum_init=0.6, positions=positions)
     model, inputs = ReLUFormer(config).double(), batch()
-    assert abs(row_sum(model(**inputs, record="stats").readings[0]) - 0.6) > 0.05
+    assert abs(row_sum(model(**inputs, record="stats").records[0]) - 0.6) > 0.05
     model.calibrate([inputs])
-    for reading in model(**inputs, record="stats").readings:
-        assert row_sum(reading) == pytest.approx(0.6, rel=1e-6)
+    for record in model(**inputs, record="stats").records:
+        assert row_sum(record) == pytest.approx(0.6, rel=1e-6)
 
 
 def test_calibration_per_model_balances_the_sites() -> None:
     model, inputs = ReLUFormer(small(attention_gamma="model")).double(), batch()
     assert len({id(m) for m in model.modules() if isinstance(m, Gamma)}) == 1
     model.calibrate([inputs])
-    sums = torch.tensor([row_sum(r) for r in model(**inputs, record="stats").readings])
+    sums = torch.tensor([row_sum(r) for r in model(**inputs, record="stats").records])
     assert sums.min() < 1 < sums.max()
 
 
@@ -78,14 +78,14 @@ def test_threshold_opens_keys() -> None:
         name: t for name, t in opened.state_dict().items() if "threshold" in name
     })  # fmt: skip
     inputs = batch()
-    zeros = [m(**inputs, record="stats").readings[0].stats.zeros.mean() for m in (closed, opened)]
+    zeros = [m(**inputs, record="stats").records[0].stats.zeros.mean() for m in (closed, opened)]
     assert zeros[0] > 0.2 and zeros[1] == 0
 
 
 def test_maps_are_the_weights_of_every_attention() -> None:
     model, inputs = ReLUFormer(small()).eval(), batch()
     output = model(**inputs, record="weights")
-    assert [(r.site, r.layer) for r in output.readings] == [
+    assert [(r.site, r.layer) for r in output.records] == [
         ("encoder", 0),
         ("encoder", 1),
         ("decoder", 0),
@@ -93,11 +93,11 @@ def test_maps_are_the_weights_of_every_attention() -> None:
         ("decoder", 1),
         ("cross", 1),
     ]
-    for reading in output.readings:
-        assert reading.weights is not None
+    for record in output.records:
+        assert record.weights is not None
         # Rows are divided by their sum, which is what is reported, plus a little.
-        sums = reading.stats.row_sum
-        torch.testing.assert_close(reading.weights.sum(-1), sums / (sums + 1e-4))
+        sums = record.stats.row_sum
+        torch.testing.assert_close(record.weights.sum(-1), sums / (sums + 1e-4))
     torch.testing.assert_close(output.logits, model(**inputs).logits)
 
 
@@ -105,8 +105,8 @@ def test_maps_are_the_weights_of_every_attention() -> None:
 def test_sampled_statistics_are_rows_of_the_full_ones(kind: str) -> None:
     model = ReLUFormer(small(kind)).double().eval()
     inputs = batch()
-    full = model(**inputs, record="stats").readings
-    sampled = model(**inputs, record="stats", sample_rows=3).readings
+    full = model(**inputs, record="stats").records
+    sampled = model(**inputs, record="stats", sample_rows=3).records
     for whole, some in zip(full, sampled, strict=True):
         assert some.stats.row_sum.shape[-1] == 3
         for field in ("row_sum", "entropy", "zeros", "visible"):
@@ -124,9 +124,9 @@ def test_losses_from_sums_are_those_from_statistics(impl: str, sample_rows: int 
 
     def losses(record: Record) -> tuple[AttentionLosses, tuple[torch.Tensor, ...]]:
         torch.manual_seed(1)
-        readings = model(**inputs, record=record, sample_rows=sample_rows).readings
-        assert len(readings) == 6
-        found = attention_losses(readings)
+        records = model(**inputs, record=record, sample_rows=sample_rows).records
+        assert len(records) == 6
+        found = attention_losses(records)
         total = found.normalisation + 3 * found.entropy
         return found, torch.autograd.grad(total, learned, allow_unused=True)
 
@@ -149,18 +149,18 @@ def test_losses_from_sums_are_those_from_statistics(impl: str, sample_rows: int 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_the_entropy_loss_is_a_mean_over_sampled_rows(impl: str) -> None:
     model, inputs = ReLUFormer(small(attention_impl=impl)).double(), batch()
-    full = model(**inputs, record="entropy").readings
+    full = model(**inputs, record="entropy").records
     wanted = torch.zeros(()).double()
-    for reading in full:
+    for record in full:
         # A block is longer than these sentences: heads and elements decide.
         element, head = torch.arange(3).view(3, 1, 1), torch.arange(4).view(4, 1)
-        live = reading.valid & (reading.stats.visible > 0) & (reading.stats.row_sum > 0)
+        live = record.valid & (record.stats.visible > 0) & (record.stats.row_sum > 0)
         rows = live & ((element + head) % 3 == 0)
         assert 0 < rows.sum() < live.sum()
-        excess = (reading.stats.entropy - MARGIN * reading.stats.visible.log()).clamp_min(0)
+        excess = (record.stats.entropy - MARGIN * record.stats.visible.log()).clamp_min(0)
         wanted = wanted + excess[rows].mean()
     assert wanted > 0
-    found = attention_losses(model(**inputs, record="entropy", entropy_every=3).readings)
+    found = attention_losses(model(**inputs, record="entropy", entropy_every=3).records)
     torch.testing.assert_close(found.entropy, wanted)
     others = attention_losses(full)
     torch.testing.assert_close(found.normalisation, others.normalisation)
@@ -176,16 +176,16 @@ def test_sums_are_recorded_where_they_can_be_regularised(sample_rows: int | None
     model, inputs = ReLUFormer(config), batch()
     for record, sites in (("row_sum", {"decoder"}), ("stats", {"encoder", "decoder", "cross"})):
         output = model(**inputs, record=record, sample_rows=sample_rows)
-        assert {reading.site for reading in output.readings} == sites
+        assert {record.site for record in output.records} == sites
         torch.testing.assert_close(output.logits, model(**inputs).logits)
 
 
 def test_sampled_losses_are_unbiased() -> None:
     model = ReLUFormerLM(small()).eval()
     inputs = tokens(4, 12)
-    full = attention_losses(model(inputs, record="stats").readings)
+    full = attention_losses(model(inputs, record="stats").records)
     draws = [
-        attention_losses(model(inputs, record="stats", sample_rows=4).readings) for _ in range(300)
+        attention_losses(model(inputs, record="stats", sample_rows=4).records) for _ in range(300)
     ]
     for field in ("normalisation", "entropy"):
         values = torch.stack([getattr(draw, field) for draw in draws])

@@ -52,7 +52,7 @@ def step(model: ReLUFormer, optimiser: torch.optim.Optimizer, batch: tuple[Tenso
     loss, nll = translation_loss(output.logits, target_out, pad_id=0)
     loss, nll = loss / target_out.numel(), nll / target_out.numel()
     if rectified:
-        extra = attention_losses(output.readings)
+        extra = attention_losses(output.records)
         loss = loss + 0.02 * (extra.normalisation + extra.entropy)
     optimiser.zero_grad()
     loss.backward()

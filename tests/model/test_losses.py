@@ -12,17 +12,17 @@ from reluformer.model.losses import (
     mean_losses,
     translation_loss,
 )
-from reluformer.model.readings import Reading
+from reluformer.model.records import AttentionRecord
 from reluformer.ops import RowSums, Stats
 
 
-def reading(scale: float = 1.0, lengths: tuple[int, ...] = (5, 3)) -> Reading:
+def record(scale: float = 1.0, lengths: tuple[int, ...] = (5, 3)) -> AttentionRecord:
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 3, 5, 4).double()
     result = attention("relu", q * scale, k, k, causal=True, return_stats=True)
     assert result.stats is not None
     valid = torch.arange(5) < torch.tensor(lengths).view(-1, 1, 1)
-    return Reading("decoder", 0, result.stats, valid, None)
+    return AttentionRecord("decoder", 0, result.stats, valid, None)
 
 
 def test_translation_loss_skips_padding_and_smooths() -> None:
@@ -37,7 +37,7 @@ def test_translation_loss_skips_padding_and_smooths() -> None:
 
 
 def test_regularisers_are_means_over_live_rows() -> None:
-    one = reading()
+    one = record()
     normalisation, entropy, live, dead = 0.0, 0.0, 0, 0
     for b, length in enumerate((5, 3)):
         for h in range(3):
@@ -64,7 +64,9 @@ def test_dead_rows_leave_no_nan() -> None:
         "relu", q, -torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), return_stats=True
     )
     assert result.stats is not None
-    losses = attention_losses([Reading("cross", 0, result.stats, torch.ones(1, 1, 3).bool(), None)])
+    losses = attention_losses(
+        [AttentionRecord("cross", 0, result.stats, torch.ones(1, 1, 3).bool(), None)]
+    )
     assert losses.normalisation == 0 and losses.entropy == 0 and losses.dead_rows == 1
     (losses.normalisation + losses.entropy).backward()
     assert q.grad is not None and not q.grad.any()
@@ -72,7 +74,7 @@ def test_dead_rows_leave_no_nan() -> None:
 
 def test_losses_of_parts_add_up_to_the_whole() -> None:
     """Split over processes and divided by the counts of all, the parts sum to the one loss."""
-    whole = reading()
+    whole = record()
     halves = [
         whole._replace(
             stats=type(whole.stats)(*(field[b : b + 1] for field in whole.stats)),
@@ -96,7 +98,7 @@ def test_normalisation_pulls_row_sums_to_one() -> None:
     for _ in range(200):
         result = attention("relu", q, k, v, return_stats=True)
         assert result.stats is not None
-        read = Reading("encoder", 0, result.stats, torch.ones(1, 1, 6).bool(), None)
+        read = AttentionRecord("encoder", 0, result.stats, torch.ones(1, 1, 6).bool(), None)
         optimiser.zero_grad()
         attention_losses([read]).normalisation.backward()
         optimiser.step()
@@ -106,7 +108,7 @@ def test_normalisation_pulls_row_sums_to_one() -> None:
 
 def test_readings_of_any_shape_keep_their_places() -> None:
     """Readings that are alike are added up at once: long, short, with and without entropies."""
-    whole = reading()
+    whole = record()
     stats = whole.stats
     sums = RowSums(stats.row_sum, None, stats.visible)
     sampled = torch.arange(5) < 2
@@ -117,7 +119,7 @@ def test_readings_of_any_shape_keep_their_places() -> None:
         whole._replace(stats=short, valid=whole.valid[..., :3]),
         whole._replace(stats=sums, valid=torch.ones(1, 1, 1, dtype=torch.bool)),
         whole._replace(stats=some),
-        reading(2.0, (2, 4)),
+        record(2.0, (2, 4)),
     ]
     together = attention_sums([*kinds, *reversed(kinds)])
     apart = [attention_sums([each]) for each in kinds]

@@ -107,8 +107,8 @@ def test_an_empty_source_is_harmless() -> None:
 
 def test_sites_may_differ() -> None:
     config = small(cross_attention=small("softmax").attention, attention_threshold_init=0.0)
-    readings = ReLUFormer(config)(**batch(), record="stats").readings
-    kinds = {reading.site: float(reading.stats.zeros.max()) for reading in readings}
+    records = ReLUFormer(config)(**batch(), record="stats").records
+    kinds = {record.site: float(record.stats.zeros.max()) for record in records}
     assert kinds["cross"] == 0 and kinds["encoder"] > 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from reluformer.errors import UserError
-from reluformer.ops.native import library
+from reluformer.ops.backends.cpu.native import library
 
 
 @pytest.fixture(scope="session")

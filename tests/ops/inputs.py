@@ -81,7 +81,7 @@ def tensor_options(
 def tensor_option_names(row: Attention) -> list[str]:
     """Options whose annotation allows a tensor."""
     found = []
-    for function in (row.weigh, row.rule, row.finish):
+    for function in (row.weigh, row.rule, row.output_transform):
         parameters = inspect.signature(function).parameters.values() if function else ()
         found += [p.name for p in parameters if _may_be_tensor(p) and p.name in row.options]
     return sorted(set(found))

@@ -32,7 +32,7 @@ class Oracle:
     """
 
     weigh: Callable[..., Numbers]
-    finish: Callable[..., list[Numbers]] | None = None
+    output_transform: Callable[..., list[Numbers]] | None = None
     total: float | None = None
 
 

@@ -30,7 +30,7 @@ class Case:
     threshold: tuple[float, ...] | float = 0.0
     statistics: int = 0
     """0: none, 1: row sums, 2: and sums of w log w."""
-    normalise: float | None = None
+    row_normalise: float | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -56,15 +56,22 @@ CASES = [
     Case(
         "power eight", power=8, statistics=2, gamma=True, threshold=(-8.0, -4.0), key_lengths=(38,)
     ),
-    Case("power eight, divided", power=8, threshold=-8.0, causal=True, normalise=1e-2),
+    Case("power eight, divided", power=8, threshold=-8.0, causal=True, row_normalise=1e-2),
     Case("power four, groups", heads=4, power=4, length_exponent=1.0, threshold=-4.0),
     Case("widths", width=32, value_width=16, length_exponent=1.0, gamma=True, statistics=2),
     Case("one query", queries=1, keys=70, causal=True, gamma=True, threshold=(0.1, -0.1)),
     Case("no length", length_exponent=0.0, threshold=0.3),
     # Rows divided by their sums. A threshold of 3 leaves many of them without any weight.
-    Case("divided", normalise=0.01),
-    Case("divided, power four", power=4, threshold=(-4.0, -0.5), causal=True, normalise=1e-4),
-    Case("divided, gamma", power=2, gamma=True, threshold=(3.0, -0.5), statistics=1, normalise=0.1),
+    Case("divided", row_normalise=0.01),
+    Case("divided, power four", power=4, threshold=(-4.0, -0.5), causal=True, row_normalise=1e-4),
+    Case(
+        "divided, gamma",
+        power=2,
+        gamma=True,
+        threshold=(3.0, -0.5),
+        statistics=1,
+        row_normalise=0.1,
+    ),
     Case(
         "divided, padding, nothing",
         batch=2,
@@ -73,7 +80,7 @@ CASES = [
         gamma=True,
         threshold=(0.5, 3.0),
         statistics=2,
-        normalise=0.5,
+        row_normalise=0.5,
     ),
     Case(
         "divided, groups",
@@ -84,10 +91,12 @@ CASES = [
         gamma=True,
         threshold=(-1.0, 3.0, 0.5, -3.0),
         statistics=2,
-        normalise=1.0,
+        row_normalise=1.0,
     ),
-    Case("divided, mask", mask=(1, 2, 29, 45), gamma=True, threshold=(0.2, -0.5), normalise=0.1),
-    Case("divided, one query", queries=1, keys=70, power=2, gamma=True, normalise=0.5),
+    Case(
+        "divided, mask", mask=(1, 2, 29, 45), gamma=True, threshold=(0.2, -0.5), row_normalise=0.1
+    ),
+    Case("divided, one query", queries=1, keys=70, power=2, gamma=True, row_normalise=0.5),
 ]
 
 
@@ -148,7 +157,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = Tr
         "mask": mask,
         "dropout_p": 0.0,
         "statistics": case.statistics,
-        "normalise": case.normalise,
+        "row_normalise": case.row_normalise,
     }
     rows = (case.batch, case.heads, case.queries)
     cotangents = [torch.randn(*rows, case.value_width).to(device, dtype)]
@@ -207,8 +216,8 @@ def formula(
     w = weights(leaves, options)
     v = leaves["v"].repeat_interleave(leaves["q"].shape[1] // leaves["v"].shape[1], 1)
     out = (w * kept) @ v
-    if options["normalise"] is not None:
-        out = out / (w.sum(-1, keepdim=True) + options["normalise"])
+    if options["row_normalise"] is not None:
+        out = out / (w.sum(-1, keepdim=True) + options["row_normalise"])
     log = torch.where(w > 0, torch.where(w > 0, w, 1.0).log(), 0.0)
     return [out, w.sum(-1), (w * log).sum(-1)][: 1 + options["statistics"]]
 

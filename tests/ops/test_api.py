@@ -52,7 +52,7 @@ def test_weights_are_those_before_norm_and_gate(name: str) -> None:
     row, options = ATTENTIONS[name], tensor_options(name, q, v)
     result = attention(name, q, k, v, return_weights=True, **options)
     read = result.weights @ v.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(row.finish_with(read, options), result.output)
+    torch.testing.assert_close(row.transform_output(read, options), result.output)
 
 
 def test_relu_attention_is_the_relu_row() -> None:

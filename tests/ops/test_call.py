@@ -170,7 +170,7 @@ def test_the_range_of_an_alpha_tensor_is_checked_on_request() -> None:
 
 @every_way
 def test_no_call_reads_its_tensors(name: str, impl: str) -> None:
-    """A fake tensor has no contents: reading one, to branch or to size something, raises."""
+    """A fake tensor has no contents: record one, to branch or to size something, raises."""
     q, k, v = make(dtype=torch.float32)
     tensors = {"mask": torch.ones(2, 1, 3, 5, dtype=torch.bool), "bias": torch.zeros(3, 5)}
     arguments = {**tensors, "key_lengths": torch.tensor([5, 3]), **tensor_options(name, q, v)}

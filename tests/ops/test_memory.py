@@ -1,4 +1,4 @@
-"""Reading a memory: scores, what is hidden in them, weights, values."""
+"""AttentionRecord a memory: scores, what is hidden in them, weights, values."""
 
 import torch
 from torch import Tensor

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from reluformer import ATTENTIONS, RowSums, attention
 from reluformer.errors import UserError
-from reluformer.ops import cpu_tiles, implementations
-from reluformer.ops.implementations import IMPLEMENTATIONS
+from reluformer.ops.backends import registry
+from reluformer.ops.backends.cpu import tiles
+from reluformer.ops.backends.registry import IMPLEMENTATIONS
 from reluformer.ops.stats import SumsLevel, sampled_rows
 from tests.ops.inputs import assert_same, every_attention, gradients, make, tensor_options
 from tests.ops.sums import check_sums
@@ -77,10 +78,10 @@ def test_an_impossible_sample_is_refused(every: Any) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_tiles, "ROWS", dict.fromkeys(cpu_tiles.ROWS, 4))
-    monkeypatch.setattr(cpu_tiles, "SCORES", dict.fromkeys(cpu_tiles.SCORES, 4 * 3))
-    monkeypatch.setattr(cpu_tiles, "MANY_ROWS", 0)
-    monkeypatch.setattr(cpu_tiles, "SHORT", 0)
+    monkeypatch.setattr(tiles, "ROWS", dict.fromkeys(tiles.ROWS, 4))
+    monkeypatch.setattr(tiles, "SCORES", dict.fromkeys(tiles.SCORES, 4 * 3))
+    monkeypatch.setattr(tiles, "MANY_ROWS", 0)
+    monkeypatch.setattr(tiles, "SHORT", 0)
 
 
 # One setting serves all examples.
@@ -150,7 +151,7 @@ def test_auto_takes_a_fused_implementation(monkeypatch: pytest.MonkeyPatch) -> N
         return IMPLEMENTATIONS["cpu"].run(*arguments)
 
     here = replace(IMPLEMENTATIONS["cpu"], run=run)
-    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", {**IMPLEMENTATIONS, "cpu": here})
+    monkeypatch.setattr(registry, "IMPLEMENTATIONS", {**IMPLEMENTATIONS, "cpu": here})
     q, k, v = make()
     for level in ("row_sum", "entropy"):
         assert attention("relu", q, k, v, return_sums=level).sums is not None

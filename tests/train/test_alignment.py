@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from reluformer.checkpoint import LoadedRun, load_run
-from reluformer.config import override, to_dict
-from reluformer.data.sample import copy_pairs
+from reluformer.config.dataclasses_io import override, to_dict
+from reluformer.config.recipe import recipe_from
+from reluformer.data.synthetic.sample import copy_pairs
 from reluformer.model import AttentionConfig
-from reluformer.recipe import recipe_from
 from reluformer.train import train
 
 SYMBOLS, LENGTHS = 26, (24, 30)
@@ -97,7 +97,7 @@ def held_out(run: LoadedRun) -> tuple[float, float]:
         torch.cat([letters, end], dim=1), torch.cat([begin, letters], dim=1), record="weights"
     )
     right = output.logits[:, :-1].argmax(dim=-1) == letters
-    (weights,) = (reading.weights for reading in output.readings if reading.site == "cross")
+    (weights,) = (record.weights for record in output.records if record.site == "cross")
     assert weights is not None
     most, where = weights[:, :, :-1].max(dim=-1)
     aligned = ((where == torch.arange(letters.shape[1])) & (most > 0)).any(dim=1)
@@ -111,7 +111,7 @@ def held_out(run: LoadedRun) -> tuple[float, float]:
         {"model__attention": {"kind": "softmax"}},
         {},
         {
-            "model__attention": {"power": 2, "normalise": None},
+            "model__attention": {"power": 2, "row_normalise": None},
             "train__normalisation_weight": 0.05,
         },
     ],

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from reluformer.data import sample
+from reluformer.config.recipe import Recipe, recipe_from
 from reluformer.data.prepare import prepare
+from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair
 from reluformer.errors import UserError
-from reluformer.recipe import Recipe, recipe_from
 from reluformer.train.data import TrainingData, calibration_batches, load_data
 from tests.train.tiny import tiny
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from reluformer import checkpoint
-from reluformer.train import Diverged, learner, train
+from reluformer.train import Diverged, train, trainer_state
+from reluformer.train.attention_stats import IntervalLosses, SiteStatistics
 from reluformer.train.divergence import Guard
-from reluformer.train.statistics import IntervalLosses, SiteStatistics
 from tests.train.tiny import tiny
 
 HEALTHY = SiteStatistics(row_sum=0.9, entropy=2.0, zeros=0.6, dead_rows=0.0)
@@ -62,16 +62,16 @@ def test_dead_rows_are_told_once_beside_a_collapse() -> None:
 def test_nothing_is_saved_after_a_bad_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_every: int
 ) -> None:
-    original = learner.Learner.update
+    original = trainer_state.Learner.update
 
-    def poisoned(self: learner.Learner, step: int, rate: float) -> torch.Tensor:
+    def poisoned(self: trainer_state.Learner, step: int, rate: float) -> torch.Tensor:
         if step == 5:
             next(p for p in self.parameters.values()).grad.fill_(math.nan)  # type: ignore[union-attr]
         return original(self, step, rate)
 
     recipe = tiny(steps=12, log_every=log_every, checkpoint_every=4, dev_every=None)
     with monkeypatch.context() as patch:
-        patch.setattr(learner.Learner, "update", poisoned)
+        patch.setattr(trainer_state.Learner, "update", poisoned)
         with pytest.raises(Diverged, match="diverged by step") as caught:
             train(recipe, tmp_path, quiet=True)
     assert 5 <= caught.value.step < 5 + log_every

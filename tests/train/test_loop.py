@@ -164,7 +164,7 @@ def test_changed_data_is_refused(tmp_path: Path, interrupted: Any) -> None:
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
-    from reluformer.train.folder import locked
+    from reluformer.train.run_dir import locked
 
     with locked(tmp_path), pytest.raises(UserError, match="in use by another"):
         train(tiny(), tmp_path, quiet=True)

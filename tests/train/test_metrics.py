@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from reluformer.errors import UserError
-from reluformer.model.readings import Reading
+from reluformer.model.records import AttentionRecord
 from reluformer.ops.stats import summarise
 from reluformer.train import train
-from reluformer.train.distributed import Processes
+from reluformer.train.attention_stats import Meter, attention_statistics
 from reluformer.train.metrics import Metrics
-from reluformer.train.report import reporter
-from reluformer.train.statistics import Meter, attention_statistics
+from reluformer.train.processes import Processes
+from reluformer.train.progress import reporter
 from tests.train.tiny import tiny
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -73,8 +73,8 @@ def test_statistics_are_means_over_real_rows() -> None:
     visible = torch.tensor([[True] * 4, [True, True, False, False], [True] * 4])
     stats = summarise(weights.view(1, 1, 3, 4), visible)
     valid = torch.tensor([True, True, False]).view(1, 1, 3)
-    readings = [Reading("cross", layer, stats, valid, None) for layer in range(2)]
-    found = attention_statistics(readings, ALONE)["cross"]
+    records = [AttentionRecord("cross", layer, stats, valid, None) for layer in range(2)]
+    found = attention_statistics(records, ALONE)["cross"]
     assert found.row_sum == pytest.approx(0.5)
     assert found.entropy == pytest.approx(torch.tensor(2.0).log().item() / 2)
     assert found.zeros == pytest.approx((0.5 + 1.0) / 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reluformer.checkpoint import load_run
-from reluformer.recipe import load_recipe
+from reluformer.config.recipe import load_recipe
 from reluformer.train import train
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

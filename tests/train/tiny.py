@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from reluformer.config import override
-from reluformer.recipe import Recipe, recipe_from
+from reluformer.config.dataclasses_io import override
+from reluformer.config.recipe import Recipe, recipe_from
 
 VALUES: dict[str, Any] = {
     "data": {

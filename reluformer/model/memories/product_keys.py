@@ -18,7 +18,7 @@ class ProductKeys(Selector):
 
     A slot's score is q1.a_i + q2.b_j, so the k best slots lie among the pairs of the k best halves:
     the search is exact and costs sqrt(slots) products. Each head has a query of its own, q = W x,
-    and half keys of its own; all heads share the values and their readings are added. There is no
+    and half keys of its own; all heads share the values and their records are added. There is no
     batch norm on the queries, which would make a result depend on its neighbours in the batch.
 
     k  slots that each head reads

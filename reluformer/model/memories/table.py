@@ -12,7 +12,7 @@ from reluformer.model.memories.dense import AllSlots, TopK, pattention
 from reluformer.model.memories.experts import Experts
 from reluformer.model.memories.persistent import PerHead
 from reluformer.model.memories.product_keys import ProductKeys
-from reluformer.ops.family import elementwise, normalised
+from reluformer.ops.family import elementwise, row_normalised
 from reluformer.ops.memory import Scores, Weigh
 from reluformer.ops.rule import RELU, Rectified
 
@@ -76,7 +76,7 @@ _ROWS = (
         "softmax",
         "softmax(x K^T) V",
         _SHEN,
-        normalised.softmax,
+        row_normalised.softmax,
         by_row=True,
         unit_values=True,
     ),
@@ -84,7 +84,7 @@ _ROWS = (
         "softmax_ln",
         "LayerNorm(softmax(x K^T) V)",
         _SHEN,
-        normalised.softmax,
+        row_normalised.softmax,
         finish=nn.LayerNorm,
         by_row=True,
         unit_values=True,
@@ -108,7 +108,7 @@ _ROWS = (
         "product_key_softmax",
         "sum over heads of softmax(the k largest of q K^T) V, K = {[a_i, b_j]}, q = W x",
         "Lample et al. 2019, Large Memory Layers with Product Keys, arXiv 1907.05242",
-        normalised.softmax,
+        row_normalised.softmax,
         ProductKeys,
         by_row=True,
         unit_values=True,
@@ -139,7 +139,7 @@ _ROWS = (
         "softmax(x_h K_h^T / sqrt(D)) V_h, heads h side by side",
         "Sukhbaatar et al. 2019, Augmenting Self-attention with Persistent Memory, "
         "arXiv 1907.01470",
-        normalised.softmax,
+        row_normalised.softmax,
         PerHead,
         by_row=True,
     ),

@@ -20,13 +20,13 @@ def relu(
     power: int = 1,
     threshold: float | Tensor = 0.0,
     negative_slope: float = 0.0,
-    normalise: float | None = None,
+    row_normalise: float | None = None,
 ) -> Rectified:
     """ReLUFormer: ReLU(s - threshold)^power / (gamma * (n/2)^length_exponent).
 
-    With `normalise`, a row is divided by its sum plus that number, which the paper does not do.
+    With `row_normalise`, a row is divided by its sum plus that number, which the paper does not do.
     """
-    return Rectified(gamma, length_exponent, power, threshold, negative_slope, normalise)
+    return Rectified(gamma, length_exponent, power, threshold, negative_slope, row_normalise)
 
 
 def relu_n(*, length_exponent: float = 1.0) -> Rectified:

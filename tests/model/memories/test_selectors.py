@@ -1,4 +1,4 @@
-"""Memories that select: the selection is exact, and nothing else differs from reading all."""
+"""Memories that select: the selection is exact, and nothing else differs from record all."""
 
 import math
 from typing import Any

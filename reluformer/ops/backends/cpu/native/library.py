@@ -1,0 +1,129 @@
+"""The compiled kernels as a shared library: where it lies, how it is built, how it is loaded.
+
+It is plain C++ that knows nothing of torch, so one build serves every version of it. It is built
+for the processor it runs on: its name holds a digest of the sources, the options and what the
+processor can do, and another machine with the same home looks for another file.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from reluformer.errors import UserError
+from reluformer.files import atomic_path
+
+log = logging.getLogger("reluformer")
+
+PROBLEM = struct.Struct("=8q15q12qd6q12q")
+"""A call as `problem.h` lays it out."""
+
+_SOURCES = Path(__file__).parent
+_MAIN = "attention.cpp"
+_TARGET = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w")
+_OPTIONS = (*_TARGET, "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
+_COMPILERS = ("g++", "c++", "clang++")
+
+
+class Kernels:
+    """The functions of the library in a file; each takes a packed `PROBLEM`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, library = file, ctypes.CDLL(str(file))
+        for name in ("problem_size", "few_rows", "multiplies_bf16"):
+            getattr(library, name).restype = ctypes.c_int64
+        assert library.problem_size() == PROBLEM.size
+        self.few_rows: int = library.few_rows()
+        """With fewer rows to a key head, bfloat16 needs nothing special of the processor."""
+        self.multiplies_bf16 = bool(library.multiplies_bf16())
+        """Whether the processor multiplies tables of bfloat16 (AMX)."""
+        self.forward = _typed(library.forward, None, ctypes.c_void_p)
+        self.backward = _typed(library.backward, None, ctypes.c_void_p)
+        self.forward_scratch = _typed(library.forward_scratch, ctypes.c_int64)
+        self.backward_scratch = _typed(library.backward_scratch, ctypes.c_int64)
+
+
+def available() -> bool:
+    """Whether the kernels are built and load; nothing is ever built by asking."""
+    return load() is not None
+
+
+def summary() -> str:
+    """In a few words, what runs the calls of impl="cpu"."""
+    kernels = load()
+    if kernels is None:
+        return "torch (python -m reluformer.ops.backends.cpu.native builds faster ones)"
+    return f"compiled, bfloat16 {'with' if kernels.multiplies_bf16 else 'without'} AMX"
+
+
+@cache
+def load() -> Kernels | None:
+    """The kernels, or None if they are not built; asked once in a process."""
+    try:
+        found = path()
+        return Kernels(found) if found.is_file() else None
+    except (OSError, RuntimeError) as problem:
+        # Nobody's home, or a library that lacks one of its own.
+        log.warning("compiled CPU kernels are not used: %s", problem)
+        return None
+
+
+def path(folder: Path | None = None) -> Path:
+    """Where this machine's library lies, or would; in the user's cache unless a folder is given."""
+    digest = hashlib.sha256(" ".join((*_OPTIONS, platform.machine(), _processor())).encode())
+    for source in [*sorted(_SOURCES.glob("*.h")), _SOURCES / _MAIN]:
+        digest.update(source.read_bytes())
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "reluformer")
+    return folder / f"attention-{digest.hexdigest()[:16]}.so"
+
+
+def build(folder: Path | None = None) -> Path:
+    """Compile the library unless it is there; it appears whole or not at all. Its path."""
+    wanted = path(folder)
+    if wanted.is_file():
+        return wanted
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    if compiler is None:
+        raise UserError(f"CXX must name a C++ compiler where none of {_COMPILERS} is installed")
+    try:
+        with atomic_path(wanted) as partial:
+            _compile([*compiler.split(), *_OPTIONS, str(_SOURCES / _MAIN), "-o", str(partial)])
+            Kernels(partial)
+    except OSError as problem:
+        raise UserError(f"{wanted} cannot be built: {problem}") from None
+    load.cache_clear()
+    return wanted
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as problem:
+        raise UserError(f"CXX must name a C++ compiler, got {command[0]!r}: {problem}") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it says nothing"]
+        first = next((line for line in lines if "error" in line), lines[-1])
+        raise UserError(f"{command[0]} cannot compile {_MAIN}: {first.strip()}")
+
+
+def _typed(function: Any, result: Any, *more: Any) -> Any:
+    function.argtypes, function.restype = [ctypes.c_char_p, *more], result
+    return function
+
+
+def _processor() -> str:
+    """What the processor can do, as the system lists it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            # Of the first processor alone: on large machines the whole file takes long.
+            return next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return platform.processor()

@@ -1,0 +1,88 @@
+"""The reference implementation: eager, readable, every attention, any device, torch alone."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.definition import Attention
+from reluformer.ops.memory import Scores, Weigh, hide, read
+from reluformer.ops.rule import Rectified
+from reluformer.ops.stats import RowSums, row_sums, sum_of_w_log_w, summarise
+
+
+def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
+    """Score, weigh, read, finish: the definition that every other implementation must match.
+
+    Half-precision inputs are computed in float32; the output has the dtype of the input.
+    """
+    with _no_autocast(call.q.device):
+        return _run(attention, call, options)
+
+
+def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
+    dtype = torch.promote_types(call.q.dtype, torch.float32)
+    q, k, v = (tensor.to(dtype) for tensor in (call.q, call.k, call.v))
+    # Query heads h of one group share a key/value head: [B, Hkv, ...] becomes [B, H, ...].
+    if call.groups > 1:
+        k, v = (tensor.repeat_interleave(call.groups, dim=1) for tensor in (k, v))
+    visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
+    if attention.halves:
+        first, second = (
+            score(attention, call, half_q, half_k, visible)
+            for half_q, half_k in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
+        )
+        weigh = attention.weigh_with({**options, "second": second})
+    else:
+        first = score(attention, call, q, k, visible)
+        weigh = attention.weigh_with(options)
+    output, weights = read(first, v, weigh, call.dropout_p)
+    output = attention.transform_output(output, options)
+    stats = sums = None
+    if call.return_stats or call.return_sums:
+        undivided = _undivided(first, weigh)
+        stats = summarise(weights, visible, undivided) if call.return_stats else None
+        whole = weights if undivided is None else undivided
+        sums = _sums(whole, call) if call.return_sums else None
+    return AttentionResult(
+        output.to(call.q.dtype), weights if call.return_weights else None, stats, sums
+    )
+
+
+def _undivided(scores: Scores, weigh: Weigh) -> Tensor | None:
+    """The weights [B, H, Tq, Tk] before their rule divides rows by their sums, if it does."""
+    if not isinstance(weigh, Rectified) or weigh.row_normalise is None:
+        return None
+    return hide(replace(weigh, row_normalise=None)(scores), scores.visible)
+
+
+def _sums(weights: Tensor, call: Call) -> RowSums:
+    """The sums that the call asks for, of weights [B, H, Tq, Tk]."""
+    size = weights.abs()
+    row_sum = size.sum(dim=-1)
+    log_sum = sum_of_w_log_w(size) if call.return_sums == "entropy" else None
+    n = call.visibility.count(weights.shape[-2], weights.shape[-1], weights.device)
+    return row_sums(row_sum, log_sum, n, call.entropy_every)
+
+
+def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tensor | None) -> Scores:
+    """Scores [B, H, Tq, Tk] of q [B, H, Tq, D] and k [B, H, Tk, D], zero where hidden."""
+    if attention.cosine:
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+    values = (q * call.scale) @ k.transpose(-2, -1)
+    if call.bias is not None:
+        values = values + call.bias
+    return Scores(hide(values, visible), visible, q.shape[-1])
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Keeps autocast, where the device knows it, from rounding the scores to half precision."""
+    # Asked by name: torch's own question about a device is one that compilers cannot trace.
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

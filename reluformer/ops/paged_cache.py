@@ -1,0 +1,324 @@
+"""Keys and values in pages, and attention from the newest tokens to all of them.
+
+Sequences of different lengths share one pool of pages, so that memory is taken as they grow. With
+`bounds` each page also keeps the least and the largest value of every key channel. Rectified
+attention can use that exactly: a page whose best possible score stays below the threshold has no
+weight, and is not read.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from reluformer.errors import UserError
+from reluformer.ops.api import relu_attention
+from reluformer.ops.backends.torch_state import needs_grad
+from reluformer.ops.call import FLOATS
+from reluformer.ops.rule import Rectified
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class PagedCache:
+    """Keys and values of `batch` sequences in a pool of `pages` pages of `page_size` tokens.
+
+    keys       [pages + 1, Hkv, page_size, D]; the last page takes what has no place
+    values     [pages + 1, Hkv, page_size, Dv]
+    table      [batch, most pages of a sequence] int32, the pages of each sequence in order
+    lengths    [batch] int32, tokens stored so far
+    key_min    [pages + 1, Hkv, D] least and largest value of each channel over a page's keys, in
+    key_max    the dtype of the keys; None without `bounds`
+
+    Nothing here waits for the device: pages are given out by counts that the host keeps itself.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        width: int,
+        *,
+        pages: int,
+        page_size: int = 64,
+        value_width: int | None = None,
+        max_length: int | None = None,
+        bounds: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`max_length` limits one sequence, by default only the pool does."""
+        if page_size not in PAGE_SIZES:
+            raise UserError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        if dtype not in FLOATS:
+            raise UserError(f"dtype must be a floating-point type, got {dtype}")
+        max_length = pages * page_size if max_length is None else max_length
+        sizes = {
+            "batch": batch, "kv_heads": kv_heads, "width": width, "pages": pages,
+            "value_width": width if value_width is None else value_width, "max_length": max_length,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"{name} must be at least 1, got {size}")
+        self.page_size, self.max_length = page_size, max_length
+        pool = (pages + 1, kv_heads, page_size)
+        self.keys = torch.empty(*pool, width, dtype=dtype, device=device)
+        self.values = torch.empty(*pool, sizes["value_width"], dtype=dtype, device=device)
+        self.key_min = self.key_max = None
+        if bounds:
+            self.key_min, self.key_max = (
+                torch.empty(pages + 1, kv_heads, width, dtype=dtype, device=device)
+                for _ in range(2)
+            )
+        columns = math.ceil(max_length / page_size)
+        self.table = torch.full((batch, columns), pages, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._free = list(range(pages - 1, -1, -1))
+        self._pages: list[list[int]] = [[] for _ in range(batch)]
+        self._filled = [0] * batch
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.table.shape[0]
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Give every sequence pages for so many tokens in all, one number or one per sequence.
+
+        `append` does it by itself, except while a CUDA graph is recorded: reserve before.
+        """
+        wanted = self._each(tokens, "tokens")
+        if max(wanted) > self.max_length:
+            raise UserError(f"tokens must be at most max_length {self.max_length}, got {wanted}")
+        missing = [
+            max(0, math.ceil(count / self.page_size) - len(pages))
+            for count, pages in zip(wanted, self._pages, strict=True)
+        ]
+        if sum(missing) > len(self._free):
+            raise UserError(
+                f"pages must suffice for all tokens: {sum(missing)} more are needed and "
+                f"{len(self._free)} are free"
+            )
+        for row, (count, pages) in enumerate(zip(missing, self._pages, strict=True)):
+            if count:
+                new = [self._free.pop() for _ in range(count)]
+                place = slice(len(pages), len(pages) + count)
+                self.table[row, place] = torch.tensor(new, dtype=torch.int32)
+                pages += new
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        counts: Sequence[int] | None = None,
+        *,
+        impl: str = "auto",
+    ) -> None:
+        """Store the next tokens of every sequence: keys [B, Hkv, T, D], values [B, Hkv, T, Dv].
+
+        With `counts` sequence b takes only its first counts[b] tokens. In a CUDA graph every replay
+        appends again; tell `advance` how much that was. `impl` is that of `decode_attention`.
+        """
+        self._check(keys, values)
+        steps = keys.shape[2]
+        new = [steps] * self.batch if counts is None else self._each(counts, "counts")
+        if max(new) > steps:
+            raise UserError(f"counts must be at most T = {steps}, got {new}")
+        fused = _use_triton(impl, "append", keys.is_cuda, self._why_not_triton)
+        total = [old + more for old, more in zip(self._filled, new, strict=True)]
+        self.reserve(total)
+        self._filled = total
+        if steps == 0:
+            return
+        more = None
+        if counts is not None:
+            more = torch.tensor(new, dtype=torch.int32).to(keys.device, non_blocking=True)
+        if fused:
+            from reluformer.ops.backends.triton.portable.append_to_pages import append
+
+            append(
+                keys, values, self.keys, self.values, self.key_min, self.key_max, self.table,
+                self.lengths, more,
+            )  # fmt: skip
+        else:
+            self._write(keys, values, more)
+        self.lengths.copy_(self._after(steps, more))
+
+    def advance(self, tokens: int | Sequence[int]) -> None:
+        """Count tokens that replays of a graph have appended: `lengths` knows them already."""
+        more = self._each(tokens, "tokens")
+        self._filled = [old + new for old, new in zip(self._filled, more, strict=True)]
+
+    def release(self, sequence: int) -> None:
+        """Empty one sequence and give its pages back."""
+        self._free += reversed(self._pages[sequence])
+        self._pages[sequence] = []
+        self._filled[sequence] = 0
+        self.table[sequence] = self.keys.shape[0] - 1
+        self.lengths[sequence] = 0
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values, [B, Hkv, room, D] and [.., Dv], zero past the lengths."""
+        position = torch.arange(self.table.shape[1] * self.page_size, device=self.keys.device)
+        stored = (position < self.lengths[:, None])[:, None, :, None]
+        pages = self.table.long()
+        keys, values = (
+            pool[pages].transpose(1, 2).flatten(2, 3).where(stored, 0)
+            for pool in (self.keys, self.values)
+        )
+        return keys, values
+
+    def _why_not_triton(self) -> str | None:
+        from reluformer.ops.backends.triton.op import supports
+
+        if torch.compiler.is_compiling():
+            return "a compiler cannot trace its launch"
+        return supports(self.keys, self.keys, self.values, scale=1.0, power=1)
+
+    def _each(self, numbers: int | Sequence[int], name: str) -> list[int]:
+        each = [numbers] * self.batch if isinstance(numbers, int) else list(numbers)
+        if len(each) != self.batch or min(each) < 0:
+            raise UserError(f"{name} must be {self.batch} numbers of at least 0, got {each}")
+        return each
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        for name, new, pool in (("keys", keys, self.keys), ("values", values, self.values)):
+            wanted = [self.batch, pool.shape[1], keys.shape[2] if keys.dim() == 4 else "T",
+                      pool.shape[3]]  # fmt: skip
+            if list(new.shape) != wanted or new.dtype != pool.dtype:
+                raise UserError(
+                    f"{name} must be {pool.dtype} of shape {wanted}, "
+                    f"got {new.dtype} of shape {list(new.shape)}"
+                )
+
+    def _write(self, keys: Tensor, values: Tensor, counts: Tensor | None) -> None:
+        """Put tokens where the table says; those past `counts` or the table on the last page."""
+        step = torch.arange(keys.shape[2], device=keys.device)
+        position = self.lengths[:, None].long() + step
+        column = position // self.page_size
+        columns = self.table.shape[1]
+        page = self.table.gather(1, column.clamp(max=columns - 1)).long()
+        placed = column < columns
+        if counts is not None:
+            placed = placed & (step < counts[:, None])
+        page = page.where(placed, self.keys.shape[0] - 1)
+        slot = position % self.page_size
+        for pool, new in ((self.keys, keys), (self.values, values)):
+            pool[page, :, slot] = new.transpose(1, 2).detach()
+        if self.key_min is not None:
+            self._bound(self._after(keys.shape[2], counts), keys.shape[2])
+
+    def _after(self, steps: int, counts: Tensor | None) -> Tensor:
+        """The lengths [B] once the tokens are in, never more than the table has room for."""
+        room = self.table.shape[1] * self.page_size
+        return (self.lengths + (steps if counts is None else counts)).clamp_(max=room)
+
+    def _bound(self, after: Tensor, steps: int) -> None:
+        """Bounds of the pages that tokens up to `after` [B] were put on, from their contents."""
+        assert self.key_min is not None and self.key_max is not None
+        size, device = self.page_size, self.keys.device
+        touched = torch.arange((steps + size - 2) // size + 1, device=device)
+        # Where a sequence takes fewer pages, its last one is computed again.
+        last = (after.long() - 1).clamp(min=0) // size
+        column = torch.minimum(self.lengths.long()[:, None] // size + touched, last[:, None])
+        page = self.table.gather(1, column).long()
+        position = column[..., None] * size + torch.arange(size, device=device)
+        stored = (position < after[:, None, None])[:, :, None, :, None]
+        keys = self.keys[page]
+        self.key_min[page] = keys.where(stored, math.inf).amin(3)
+        self.key_max[page] = keys.where(stored, -math.inf).amax(3)
+
+
+def decode_attention(
+    q: Tensor,
+    cache: PagedCache,
+    *,
+    causal: bool = True,
+    gamma: float | Tensor = 1.0,
+    length_exponent: float = 0.5,
+    power: int = 1,
+    threshold: float | Tensor = 0.0,
+    row_normalise: float | None = None,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`relu_attention` from the newest tokens q [B, H, Tq, D] to a cache: [B, H, Tq, Dv].
+
+    The cache holds those tokens too: row i stands at key length - Tq + i of its sequence, and sees
+    the keys up to there, or with `causal` off all keys. A sequence without keys gives zeros. The
+    other options are those of `relu_attention`. `impl` is "triton", "reference" (eager, on copies
+    of all pages) or "auto", the former where it can run. The Triton kernel reads neither values
+    without weight nor, with bounds, pages without weight; it is meant for few rows and has no
+    gradients.
+    """
+    _check_queries(q, cache)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    rule = Rectified(gamma, length_exponent, power, threshold, row_normalise=row_normalise)
+    for name, value in (("gamma", gamma), ("threshold", threshold)):
+        if isinstance(value, Tensor) and value.shape not in ((), (q.shape[1],)):
+            raise UserError(
+                f"{name} must be a number or a tensor of shape [{q.shape[1]}] (one value per "
+                f"head), got shape {list(value.shape)}"
+            )
+    if _use_triton(
+        impl, "decode_attention", q.is_cuda, lambda: _why_not_triton(q, cache, scale, rule)
+    ):
+        from reluformer.ops.backends.triton.op import paged_attention
+
+        return paged_attention(q, cache, rule, scale=scale, causal=causal)
+    keys, values = cache.dense()
+    return relu_attention(
+        q, keys, values, mask=_visible(q, cache, keys.shape[2], causal), gamma=gamma,
+        length_exponent=length_exponent, power=power, threshold=threshold,
+        row_normalise=row_normalise, scale=scale, impl="reference",
+    )  # fmt: skip
+
+
+def _check_queries(q: Tensor, cache: PagedCache) -> None:
+    _, kv_heads, _, width = cache.keys.shape
+    if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != width:
+        raise UserError(
+            f"q must have shape [{cache.batch}, H, Tq, {width}] to meet the cache, "
+            f"got {list(q.shape)}"
+        )
+    if q.shape[1] % kv_heads:
+        raise UserError(f"q's heads must be a multiple of the cache's {kv_heads}, got {q.shape[1]}")
+    if q.dtype != cache.keys.dtype or q.device != cache.keys.device:
+        raise UserError(
+            f"q must be {cache.keys.dtype} on {cache.keys.device} as the cache is, "
+            f"got {q.dtype} on {q.device}"
+        )
+
+
+def _use_triton(impl: str, name: str, automatic: bool, why_not: Callable[[], str | None]) -> bool:
+    """Whether Triton runs the call: where asked, or else where `automatic`, and where it can."""
+    if impl not in ("auto", "triton", "reference"):
+        raise UserError(f"impl must be one of auto, triton, reference, got {impl!r}")
+    if impl == "reference" or (impl == "auto" and not automatic):
+        return False
+    reason = why_not()
+    if impl == "triton" and reason is not None:
+        raise UserError(f"impl='triton' cannot run this {name}: {reason}")
+    return reason is None
+
+
+def _why_not_triton(q: Tensor, cache: PagedCache, scale: float, rule: Rectified) -> str | None:
+    from reluformer.ops.backends.triton.op import supports
+
+    learned = (q, rule.gamma, rule.threshold)
+    if needs_grad(*learned):
+        return "it has no gradients, and one is asked for"
+    return supports(q, cache.keys, cache.values, scale=scale, power=rule.power)
+
+
+def _visible(q: Tensor, cache: PagedCache, room: int, causal: bool) -> Tensor:
+    """Bool [B, 1, Tq, room]: which keys each row sees."""
+    rows = q.shape[2]
+    key = torch.arange(room, device=q.device)
+    end = cache.lengths[:, None, None, None]
+    seen = (key < end).expand(-1, 1, rows, -1)
+    if causal:
+        row = torch.arange(rows, device=q.device)[:, None]
+        seen = seen & (key <= end - rows + row)
+    return seen

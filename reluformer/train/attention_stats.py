@@ -1,0 +1,98 @@
+"""What is watched while training: losses over an interval, and what attentions do with their keys.
+
+Numbers stay on the device until they are asked for: record one makes the GPU wait.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from reluformer.model.records import AttentionRecord
+from reluformer.ops import Stats
+from reluformer.train.processes import Processes
+
+
+class SiteStatistics(NamedTuple):
+    """Means over the rows, heads and layers of one site."""
+
+    row_sum: float
+    entropy: float
+    zeros: float
+    """Share of the visible keys without weight."""
+    dead_rows: float
+    """Share of the rows that see keys and give none any weight."""
+
+    def __str__(self) -> str:
+        return (
+            f"sum {self.row_sum:.2f} H {self.entropy:.2f} "
+            f"zeros {self.zeros:.0%} dead {self.dead_rows:.1%}"
+        )
+
+
+Attention = dict[str, SiteStatistics]
+"""Statistics by site: `encoder`, `decoder`, `cross`."""
+
+
+def attention_statistics(records: Sequence[AttentionRecord], group: Processes) -> Attention:
+    """Statistics of every site over the rows of all processes."""
+    sites = sorted({record.site for record in records})
+    if not sites:
+        return {}
+    sums = torch.stack(
+        [sum_up([record for record in records if record.site == site]) for site in sites]
+    )
+    rows = group.add(sums)
+    means = (rows[:, :4] / rows[:, 4:].clamp_min(1)).tolist()
+    return {site: SiteStatistics(*mean) for site, mean in zip(sites, means, strict=True)}
+
+
+@torch.no_grad()
+def sum_up(records: Sequence[AttentionRecord]) -> Tensor:
+    """[5]: row sums, entropies, zeros, dead rows, and the number of rows they are summed over."""
+    total = torch.zeros(5, dtype=torch.float64, device=records[0].stats.row_sum.device)
+    for _, _, stats, valid, _ in records:
+        assert isinstance(stats, Stats)
+        rows = valid & (stats.visible > 0)
+        dead = stats.row_sum == 0
+        columns = (stats.row_sum, stats.entropy, stats.zeros, dead, torch.ones_like(dead))
+        total += torch.stack([torch.where(rows, column, 0).sum().double() for column in columns])
+    return total
+
+
+class IntervalLosses(NamedTuple):
+    """Means over the steps of an interval."""
+
+    loss: float
+    nll: float
+    normalisation: float
+    entropy: float
+    grad_norm: float
+
+
+class Meter:
+    """Adds up what each step reports until somebody looks."""
+
+    def __init__(self, group: Processes) -> None:
+        self._group = group
+        self._total = torch.zeros(5, dtype=torch.float64, device=group.device)
+        self.steps = 0
+        self.tokens = 0
+
+    def add(self, losses: Tensor, grad_norm: Tensor, tokens: int) -> None:
+        """Add this process's part of the losses [4] and the gradient's norm, which all share."""
+        self._total[:4] += losses
+        self._total[4] += grad_norm / self._group.world
+        self.steps += 1
+        self.tokens += tokens
+
+    def read(self) -> IntervalLosses:
+        """Means over the steps since the last look, over all processes; waits for the device.
+
+        One bad number in any step makes its mean NaN or infinite.
+        """
+        means = (self._group.add(self._total) / self.steps).tolist()
+        self._total = torch.zeros_like(self._total)
+        self.steps = self.tokens = 0
+        return IntervalLosses(*means)

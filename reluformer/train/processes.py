@@ -1,0 +1,157 @@
+"""One process or many: who computes where, and what they tell each other.
+
+Everything is torch.distributed's: DDP where each process holds the model (`replicate`), FSDP2 where
+its weights are divided (`shard`). Both average gradients over processes; the loss of a process is
+therefore multiplied by their number, and sums over the global batch come out.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from reluformer.config.recipe import TrainConfig
+from reluformer.errors import UserError
+from reluformer.model import ReLUFormer
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among its peers."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and reports."""
+        return self.rank == 0
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def own_rank() -> int:
+    """The number that torchrun gave this process, 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def processes(config: TrainConfig) -> Iterator[Processes]:
+    """Join the group that torchrun started, or be alone."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
+    if world == 1:
+        yield Processes(0, 1, device)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    try:
+        yield Processes(own_rank(), world, device)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model that trains together with its copies or shards in other processes."""
+
+    model: ReLUFormer
+    """The model itself; its parameters are shards where weights are divided."""
+    forward: Callable[..., Any]
+    """What to call in place of the model while training."""
+    sharing: Callable[[bool], AbstractContextManager[None]]
+    """Around forward and backward of a part of a step: gradients are shared if it is the last."""
+    whole_model: Callable[[], AbstractContextManager[None]] = nullcontext
+    """While the model is used in other ways than by calling it: every process holds all of it."""
+
+
+def parallelise(model: ReLUFormer, config: TrainConfig, group: Processes) -> Parallel:
+    """Tie the model to its peers as the recipe asks; alone it stays as it is."""
+    if group.world == 1:
+        return Parallel(model, model, lambda last: nullcontext())
+    if config.parallel == "shard":
+        return _shard(model)
+    replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Parallel(model, replica, lambda last: nullcontext() if last else replica.no_sync())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard, gathered from all processes; any other tensor as it is."""
+    if hasattr(tensor, "full_tensor"):
+        gathered: Tensor = tensor.full_tensor()
+        return gathered
+    return tensor
+
+
+def alike(tensor: Tensor, like: Tensor) -> Tensor:
+    """A full tensor, the same in every process, on the device and divided in the way of `like`."""
+    if hasattr(like, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(like, DTensor)
+        tensor = tensor.to(like.device_mesh.device_type)
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    return tensor.to(like.device)
+
+
+def _shard(model: ReLUFormer) -> Parallel:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    # It warns of in-place changes to a layer's output, of which the model makes none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for layer in [*model.encoder, *model.decoder]:
+        fully_shard(layer)
+    fully_shard(model)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    @contextmanager
+    def last_only(last: bool) -> Iterator[None]:
+        units[0].set_requires_gradient_sync(last)
+        yield
+
+    @contextmanager
+    def whole_model() -> Iterator[None]:
+        for unit in units:
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                # The outermost unit is needed again at once when it has run: it never reshards.
+                unit.set_reshard_after_forward(unit is not units[0], recurse=False)
+                unit.reshard()
+
+    return Parallel(model, model, last_only, whole_model)
+
+
+def _device(config: TrainConfig, local_rank: int) -> torch.device:
+    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if found == 0:
+        raise UserError("device is cuda, but torch finds no GPU here")
+    if local_rank >= found:
+        raise UserError(
+            f"device is cuda and each process needs a GPU of its own, but this is process "
+            f"{local_rank + 1} and torch finds {found}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,124 @@
+"""The folder of a run: whose it is, what describes it, who may write to it."""
+
+import datetime
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import reluformer
+from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER
+from reluformer.config.recipe import Recipe, first_difference, load_recipe
+from reluformer.errors import UserError
+from reluformer.files import PARTIAL, write_json
+from reluformer.info import commit
+from reluformer.model.pretrained import CONFIG
+from reluformer.train.data import TrainingData
+from reluformer.train.processes import Processes
+
+RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "safetensors")
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run has written its final model."""
+    return (run / MODEL / CONFIG).is_file()
+
+
+def check_recipe(run: Path, recipe: Recipe) -> None:
+    """Refuse a folder that holds anything but a run of this recipe."""
+    if run.exists() and not run.is_dir():
+        raise UserError(f"{run} is not a folder")
+    if (run / RECIPE).is_file():
+        difference = first_difference(load_recipe(run / RECIPE), recipe)
+        if difference is not None:
+            raise UserError(f"{run} holds a run of another recipe: {difference}")
+    elif run.is_dir():
+        for path in run.iterdir():
+            if path.name != _LOCK and not path.name.endswith(PARTIAL):
+                raise UserError(f"{run} holds {path.name} and is no run; choose an empty folder")
+
+
+def check_data(run: Path, data: TrainingData) -> None:
+    """Refuse to go on with other data than the run began with."""
+    for name, found in _read(run).get("data", {}).items():
+        if data.checksums.get(name) != found:
+            raise UserError(f"{run} was trained on other data: the checksum of {name} has changed")
+
+
+def describe(run: Path, recipe: Recipe, data: TrainingData, group: Processes, step: int) -> None:
+    """Write the resolved recipe, the tokenizer, and what this start runs with."""
+    recipe.save(run / RECIPE)
+    data.tokenizer.save(run / TOKENIZER)
+    description = {
+        "recipe": recipe.hash,
+        "data": data.checksums,
+        "examples": {
+            name: split.packing.describe()
+            for name, split in (("train", data.train), ("dev", data.dev))
+            if split is not None
+        },
+        "seed": recipe.train.seed,
+        "starts": [*_read(run).get("starts", []), _start(group, step)],
+    }
+    write_json(run / RUN, description)
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Keep other processes from training in the same folder; ends with this process at the latest.
+
+    Where the system has no such locks, nothing is kept.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / _LOCK, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run} is in use by another training process") from None
+        yield
+
+
+def _read(run: Path) -> dict[str, Any]:
+    path = run / RUN
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def _start(group: Processes, step: int) -> dict[str, Any]:
+    cuda = group.device.type == "cuda"
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "processes": group.world,
+        "device": torch.cuda.get_device_name(group.device) if cuda else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {"reluformer": reluformer.__version__, **_versions()},
+        "commit": commit(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

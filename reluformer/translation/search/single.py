@@ -1,0 +1,90 @@
+"""Searches that follow one hypothesis of each sentence: greedy, and sampling."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from reluformer.model import ReLUFormer
+from reluformer.translation.search.config import SearchConfig
+from reluformer.translation.search.task import Decoder, Hypothesis, Task
+
+Choose = Callable[[Tensor, Decoder], Tensor]
+"""From logits [B, vocabulary], -inf where a token is not allowed, to tokens [B]."""
+
+
+def greedy(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
+    """Follow the likeliest token until it is the end mark: a beam of 1."""
+    return _follow(model, task, config, lambda logits, _: logits.argmax(dim=-1))
+
+
+def sample(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
+    """Draw token after token. What is drawn for a sentence depends on the seed and its key."""
+    numbers = _uniform(task, config.seed)
+
+    def choose(logits: Tensor, decoder: Decoder) -> Tensor:
+        drawn = numbers[decoder.indices.cpu(), decoder.length].to(logits.device)
+        return draw(logits, drawn, config)
+
+    return _follow(model, task, config, choose)
+
+
+def draw(logits: Tensor, numbers: Tensor, config: SearchConfig) -> Tensor:
+    """Tokens [B] where `numbers` [B], uniform in [0, 1), fall among the likeliest of each row.
+
+    The distribution is that of logits [B, vocabulary] after temperature, cut to the `top_k`
+    likeliest and then to the fewest that reach `top_p`, at least one.
+    """
+    size = logits.shape[-1] if config.top_k is None else min(config.top_k, logits.shape[-1])
+    likeliest = (logits / config.temperature).topk(size, dim=-1)
+    shares = likeliest.values.double().softmax(dim=-1)
+    reached = shares.cumsum(dim=-1)
+    # A token is in when those before it have not reached top_p.
+    kept = torch.where(reached - shares < config.top_p, shares, 0.0)
+    edges = kept.cumsum(dim=-1)
+    place = torch.searchsorted(edges, numbers.unsqueeze(-1) * edges[:, -1:], right=True)
+    # Rounding may leave a number on the last edge.
+    last = (kept > 0).sum(dim=-1, keepdim=True) - 1
+    return likeliest.indices.gather(1, torch.minimum(place, last)).squeeze(-1)
+
+
+@torch.inference_mode()
+def _follow(
+    model: ReLUFormer, task: Task, config: SearchConfig, choose: Choose
+) -> list[Hypothesis]:
+    found: list[Hypothesis | None] = [None] * len(task.sources)
+    decoder = Decoder(model, task, beams=1)
+    sums = torch.zeros(len(decoder), device=decoder.last.device)
+    history = torch.zeros(len(decoder), 0, dtype=torch.long, device=decoder.last.device)
+    while len(decoder):
+        logits, total = decoder.step()
+        tokens = choose(logits, decoder)
+        sums = sums + (logits.gather(1, tokens.unsqueeze(-1)) - total).squeeze(-1)
+        decoder.advance(tokens)
+        history = torch.cat([history, tokens.unsqueeze(-1)], dim=1)
+        ends = tokens == model.config.eos_id
+        if not ends.any():
+            continue
+        for row in ends.nonzero().flatten().tolist():
+            log_probability = float(sums[row])
+            found[int(decoder.indices[row])] = Hypothesis(
+                history[row, :-1].tolist(),
+                config.score(log_probability, decoder.length),
+                log_probability,
+                complete=decoder.length <= int(decoder.longest[row]),
+            )
+        rest = (~ends).nonzero().squeeze(-1)
+        decoder.keep(rest)
+        sums, history = sums[rest], history[rest]
+    return [hypothesis for hypothesis in found if hypothesis is not None]
+
+
+def _uniform(task: Task, seed: int) -> Tensor:
+    """Numbers in [0, 1) for every sentence and step, [B, steps], the same in every batch."""
+    steps = max(task.longest, default=0) + 1
+    rows = []
+    for key, longest in zip(task.keys, task.longest, strict=True):
+        generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + key) % 2**63)
+        row = torch.rand(longest + 1, generator=generator, dtype=torch.float64)
+        rows.append(torch.nn.functional.pad(row, (0, steps - longest - 1)))
+    return torch.stack(rows)

@@ -1,0 +1,170 @@
+"""Recipes: strict, resolved, identified, and wrong ones refused by field and line."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reluformer.config.recipe import (
+    DataConfig,
+    Recipe,
+    TrainConfig,
+    first_difference,
+    load_recipe,
+    recipe_from,
+)
+from reluformer.errors import UserError
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+TEXT = """\
+# a comment
+data:
+  source: reverse
+model:
+  width: 32
+  heads: 4
+  attention:
+    kind: relu
+train:
+  steps: 10
+  lr: 1e-3
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_shipped_recipes_load_and_name_their_command(file: Path) -> None:
+    assert isinstance(load_recipe(file), Recipe)
+    command = f"reluformer train recipes/{file.name} --out "
+    header = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert any(command in line for line in header)
+
+
+def test_what_is_saved_is_the_same_recipe(path: Path) -> None:
+    recipe = load_recipe(path, ["train.lr=3e-4", "model.cross_attention={kind: softmax}"])
+    recipe.save(path)
+    again = load_recipe(path)
+    assert again == recipe and again.hash == recipe.hash
+    assert again.model.attention_at("cross").kind == "softmax"
+
+
+def test_overrides_are_yaml(path: Path) -> None:
+    recipe = load_recipe(
+        path, ["train.betas=[0.8, 0.9]", "train.clip=null", "data.generated.train=5"]
+    )
+    assert recipe.train.betas == (0.8, 0.9)
+    assert recipe.train.clip is None
+    assert recipe.train.lr == 1e-3
+    assert recipe.data.generated is not None and recipe.data.generated.train == 5
+
+
+@pytest.mark.parametrize("text", ["train.lr", "=3", "train..lr=1", "", "train.lr=[1"])
+def test_malformed_overrides_are_refused(path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="--set"):
+        load_recipe(path, [text])
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "message"),
+    [
+        (5, "  widht: 32", "model.widht is not a known field; did you mean 'width'?"),
+        (5, "  width: wide", "model.width must be a whole number"),
+        (5, "  width: 30", "model.heads must divide width 30"),
+        (5, "  vocabulary: 9", "model.vocabulary comes from the tokenizer"),
+        (8, "    kind: rellu", "rellu"),
+        (10, "  steps: 0", "train.steps must be at least 1, got 0"),
+        (11, "  lr: -1", "train.lr must be finite and greater than 0"),
+        (11, "  lr: .inf", "train.lr must be finite and greater than 0, got inf"),
+        (11, "  final: ema", "train.final ema needs train.ema"),
+        (11, "  final: first", "train.final must be one of last, best, average, ema"),
+        (11, "  average_last: 9\n  final: average", "train.average_last must be at most"),
+        (11, "  patience: 3\n  dev_every: null", "train.patience needs train.dev_every"),
+        (11, "  entropy_every: 0", "train.entropy_every must be at least 1, got 0"),
+        (11, "  sample_rows: 4\n  entropy_every: 2", "train.entropy_every must be 1 when"),
+        (11, "  batch_tokens: 8", "train.batch_tokens must be at least 256 to hold"),
+        (3, "  source: folder\n  generated: {}", "data.generated needs data.source to be one of"),
+        (3, "  source: copy\n  cross_documents: true", "data.cross_documents must be false"),
+        (3, "  source: copy\n  source: reverse", "data.source is given twice, first in line 3"),
+    ],
+)
+def test_mistakes_are_named_by_field_and_line(
+    path: Path, line: int, wrong: str, message: str
+) -> None:
+    lines = TEXT.splitlines()
+    lines[line - 1] = wrong
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    assert message in str(caught.value)
+    assert f"{path}, line " in str(caught.value)
+    if "\n" not in wrong and "heads" not in message and "kind" not in wrong:
+        assert str(caught.value).startswith(f"{path}, line {line}: ")
+
+
+def test_a_wrong_override_is_named_as_such(path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--set train.steps=0: train.steps must be at least 1"):
+        load_recipe(path, ["train.steps=0"])
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "", "a: b: c", "\tx: 1", "!!python/name:os.x 1"])
+def test_broken_files_are_refused(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(UserError, match=str(path)):
+        load_recipe(path)
+
+
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        load_recipe(tmp_path / "nothing.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_recipe(tmp_path / "binary.yaml")
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(dataclasses.fields(TrainConfig) + dataclasses.fields(DataConfig)), _VALUES)
+def test_no_value_of_a_field_does_more_than_be_refused(
+    field: "dataclasses.Field[Any]", value: Any
+) -> None:
+    section = "train" if field in dataclasses.fields(TrainConfig) else "data"
+    values: dict[str, Any] = {"data": {"source": "copy"}, "model": {}, "train": {}}
+    values[section][field.name] = value
+    try:
+        recipe = recipe_from(values)
+    except UserError as error:
+        # Some fields are refused through another that they do not fit.
+        assert str(error).split(".")[0] in ("train", "data")
+    else:
+        assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+
+
+@pytest.mark.parametrize("changed", ["train.lr=1", "model.dropout=0.5", "data.max_length=9"])
+def test_hash_follows_what_matters(path: Path, changed: str) -> None:
+    first, second = load_recipe(path), load_recipe(path, [changed])
+    assert first.hash != second.hash
+    difference = first_difference(first, second)
+    assert difference is not None and difference.startswith(changed.split("=")[0] + " is ")
+
+
+@pytest.mark.parametrize("changed", ["train.keep=9", "train.log_every=7", "decode.beam=1"])
+def test_hash_ignores_what_does_not(path: Path, changed: str) -> None:
+    first, second = load_recipe(path), load_recipe(path, [changed])
+    assert first != second
+    assert first.hash == second.hash and first_difference(first, second) is None

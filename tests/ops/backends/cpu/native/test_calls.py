@@ -1,0 +1,188 @@
+"""The compiled kernels against the formula, beyond the sizes of one tile and of one thread."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from reluformer.ops.api import relu_attention
+from reluformer.ops.backends.cpu import op
+from reluformer.ops.backends.cpu.native import calls, library
+from tests.ops.rectified import Case, arguments, check, error, expected, found, visible
+
+BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+
+# Longer than a tile in either direction, and no multiple of anything.
+LONG = Case("", queries=171, keys=203, width=40, value_width=72)
+
+
+@pytest.fixture(autouse=True)
+def only_compiled(compiled: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> library.Kernels:
+    """Nothing here may run on tiles."""
+    monkeypatch.setattr(op, "_tables", None)
+    return compiled
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest, compiled: library.Kernels) -> torch.dtype:
+    if request.param == torch.bfloat16 and not compiled.multiplies_bf16:
+        pytest.skip("bfloat16 needs a processor with AMX")
+    kind: torch.dtype = request.param
+    return kind
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """As many threads as make every table be shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        LONG,
+        replace(LONG, causal=True, gamma=True),
+        replace(LONG, causal=True, queries=203, keys=171, power=2),
+        replace(LONG, window=37, statistics=1, row_normalise=0.1),
+        replace(LONG, causal=True, window=90, threshold=(-0.4, 0.3)),
+        replace(LONG, batch=2, key_lengths=(203, 77), threshold=-0.2, statistics=1),
+        replace(LONG, batch=2, key_lengths=(0, 150), causal=True, power=3, threshold=(-0.5, 0.1)),
+        replace(LONG, heads=6, kv_heads=2, causal=True, row_normalise=0.5, gamma=True),
+        replace(LONG, width=33, value_width=7),
+        replace(LONG, width=1, value_width=1, threshold=-0.3),
+    ],
+    ids=lambda case: "-".join(
+        f"{name}={value}" for name, value in vars(case).items() if value != getattr(LONG, name)
+    ),
+)
+def test_matches_the_formula(case: Case, dtype: torch.dtype, threads: None) -> None:
+    bound = BOUNDS[dtype]
+    check(op.rectified_attention, arguments(case, dtype, "cpu"), bound, 3 * bound)
+
+
+@given(
+    rows=st.integers(1, 70),
+    keys=st.integers(1, 150),
+    groups=st.sampled_from([1, 3]),
+    width=st.sampled_from([3, 16, 64]),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 80),
+    lengths=st.none() | st.tuples(st.integers(-1, 151), st.integers(-1, 151)),
+    power=st.sampled_from([1, 2, 3, 4, 8]),
+    threshold=st.sampled_from([0.0, -0.3]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_and_rule(
+    dtype: torch.dtype,
+    rows: int,
+    keys: int,
+    groups: int,
+    width: int,
+    causal: bool,
+    window: int | None,
+    lengths: tuple[int, int] | None,
+    power: int,
+    threshold: float,
+) -> None:
+    case = Case(
+        "", batch=2, heads=2 * groups, queries=rows, keys=keys, width=width, value_width=width,
+        causal=causal, window=window, key_lengths=lengths, power=power, threshold=threshold,
+        statistics=1,
+    )  # fmt: skip
+    bound = BOUNDS[dtype] * max(1, power / 2)
+    check(op.rectified_attention, arguments(case, dtype, "cpu"), bound, 3 * bound)
+
+
+@pytest.mark.parametrize("laid", ["by token", "by head", "features last but one"])
+@pytest.mark.parametrize("width", [5, 64, 96])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decodes_a_long_cache(rows: int, width: int, laid: str, threads: None) -> None:
+    case = Case(
+        "", batch=2, queries=rows, keys=2311, width=width, value_width=width, causal=True,
+        key_lengths=(2311, 1700), threshold=(0.3, -0.1), gamma=True, statistics=1, row_normalise=0.2,
+    )  # fmt: skip
+    # Without AMX too: a few rows need nothing of it.
+    for dtype, bound in BOUNDS.items():
+        given = arguments(case, dtype, "cpu", transposed=laid == "by token")
+        wanted, _ = expected(given)
+        q, k, v = (given.leaves[name].detach() for name in "qkv")
+        if laid == "features last but one":
+            k, v = (each.transpose(2, 3).contiguous().transpose(2, 3) for each in (k, v))
+        with torch.no_grad():
+            out, sums, _ = op.rectified_attention(q, k, v, **given.options)
+        assert error(out, wanted[0]) <= bound
+        assert error(sums, wanted[1]) <= bound
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_padding_may_hold_anything(rows: int, dtype: torch.dtype) -> None:
+    given = arguments(Case("", batch=2, queries=rows, keys=99, key_lengths=(70, 0)), dtype, "cpu")
+    outputs, grads = found(op.rectified_attention, given)
+    hidden = ~visible(given.options, (2, 2, rows, 99))[:, :, 0, :, None]
+    for nonsense in (torch.nan, torch.inf):
+        for name in "kv":
+            with torch.no_grad():
+                given.leaves[name].masked_fill_(hidden, nonsense)
+        others, other_grads = found(op.rectified_attention, given)
+        assert torch.equal(others[0], outputs[0])
+        assert all(torch.equal(other_grads[name], grads[name]) for name in grads)
+
+
+def test_a_visible_nan_is_not_hidden() -> None:
+    for rows in (1, 40):
+        q, k, v = (torch.randn(1, 2, rows if name == "q" else 99, 16) for name in "qkv")
+        k[0, 1, 42, 3] = torch.nan
+        out = relu_attention(q, k, v, impl="cpu")
+        assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()
+
+
+def test_threads_change_nothing_that_matters(dtype: torch.dtype) -> None:
+    given = arguments(replace(LONG, queries=700, keys=1100, causal=True), dtype, "cpu")
+    outputs, grads = found(op.rectified_attention, given)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        shared, shared_grads = found(op.rectified_attention, given)
+        again, again_grads = found(op.rectified_attention, given)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(shared[0], outputs[0])
+    assert error(shared_grads["q"], grads["q"]) < 5e-3
+    assert all(torch.equal(again_grads[name], shared_grads[name]) for name in grads)
+
+
+def test_the_result_is_laid_out_as_q_is() -> None:
+    q, k, v = (torch.randn(2, 9, 3, 16).transpose(1, 2) for _ in "qkv")
+    assert relu_attention(q, k, v, impl="cpu").stride() == q.stride()
+
+
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        ({}, True),
+        ({"masked": True}, False),
+        ({"statistics": 2}, False),
+        ({"q": torch.zeros(1, 2, 0, 8)}, False),
+        ({"q": torch.zeros(1, 2, 5, 8, dtype=torch.float64)}, False),
+    ],
+)
+def test_what_runs_is_said_beforehand(change: dict[str, Any], runs: bool) -> None:
+    tables = {name: torch.zeros(1, 2, 5, 8) for name in "qkv"}
+    asked: dict[str, Any] = {"trained": True, "masked": False, "statistics": 1}
+    assert calls.supports(**{**tables, **asked, **change}) is runs
+
+
+def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in "qkv")
+    with FlopCounterMode(display=False) as counter:
+        relu_attention(q, k, v, impl="cpu")
+    assert counter.get_total_flops() == 2 * 2 * 2 * 20 * 20 * 8

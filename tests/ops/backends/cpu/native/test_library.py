@@ -1,0 +1,120 @@
+"""Building the kernels: whole or not at all, by anyone at once, refused in one sentence."""
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from reluformer.errors import UserError
+from reluformer.info import info
+from reluformer.ops.api import relu_attention
+from reluformer.ops.backends.cpu.native import __main__ as command
+from reluformer.ops.backends.cpu.native import available, build, library
+
+HEADER = library._SOURCES / "problem.h"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and no memory of another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+
+
+def compiler(folder: Path, script: str) -> str:
+    """A program that stands in for a compiler; $OUT is where the library should go."""
+    made = folder / "compiler"
+    made.write_text(f"#!/bin/sh\nfor OUT; do :; done\n{script}\n", encoding="utf-8")
+    made.chmod(0o755)
+    return str(made)
+
+
+def test_nothing_is_built_by_use(home: Path) -> None:
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in "qkv")
+    wanted = relu_attention(q, k, v, impl="reference")
+    torch.testing.assert_close(relu_attention(q, k, v, impl="cpu"), wanted)
+    assert not available() and not list(home.iterdir())
+    assert "python -m reluformer.ops.backends.cpu.native" in info()["cpu kernels"]
+
+
+def test_what_is_built_is_used(
+    home: Path, kernels: library.Kernels, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main() == 0
+    assert str(library.path()) in capsys.readouterr().out
+    assert available() and info()["cpu kernels"].startswith("compiled")
+    built = library.path().stat().st_mtime_ns
+    assert build() == library.path() and library.path().stat().st_mtime_ns == built
+    assert [each.suffix for each in (home / "reluformer").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'x.cpp:1: error: no such thing' >&2; exit 1", "x.cpp:1: error: no such thing"),
+        ("echo half > $OUT; kill -9 $$", "it says nothing"),
+        ("echo half > $OUT", "cannot be built"),
+    ],
+)
+def test_a_failed_build_leaves_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler(home, script))
+    with pytest.raises(UserError, match=reason) as refusal:
+        build()
+    assert "\n" not in str(refusal.value)
+    assert not list((home / "reluformer").iterdir()) and not available()
+
+
+@pytest.mark.parametrize("named", [None, "no-such-compiler"])
+def test_without_a_compiler_one_line_says_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    monkeypatch.setenv("PATH", str(home))
+    if named:
+        monkeypatch.setenv("CXX", named)
+    assert command.main() == 2
+    told = capsys.readouterr().err
+    assert "CXX must name a C++ compiler" in told and told.count("\n") == 1
+
+
+def test_many_may_build_at_once(
+    home: Path, kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(home, f"sleep 0.5; cp {kernels.file} $OUT"))
+    code = "from reluformer.ops.backends.cpu.native import available, build; build(); print(available())"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    assert [each.communicate()[0].strip() for each in started] == [b"True"] * 2
+    assert list((home / "reluformer").iterdir()) == [library.path()]
+
+
+def test_a_library_that_does_not_load_is_told_of(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.path().parent.mkdir()
+    library.path().write_bytes(b"no library")
+    with caplog.at_level(logging.WARNING, "reluformer"):
+        assert not available()
+    assert "not used" in caplog.text
+
+
+def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = library.path(tmp_path)
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    assert library.path(tmp_path) != before
+    monkeypatch.undo()
+    for source in library._SOURCES.glob("*.[hc]*"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(library, "_SOURCES", tmp_path)
+    assert library.path(tmp_path) == before
+    (tmp_path / HEADER.name).write_text("// Other.", encoding="utf-8")
+    assert library.path(tmp_path) != before

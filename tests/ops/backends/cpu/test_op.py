@@ -1,0 +1,191 @@
+"""The CPU path against the formula: outputs, all gradients, tiles cut small or none."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from reluformer.bench.timing import Clock
+from reluformer.errors import UserError
+from reluformer.ops.api import relu_attention
+from reluformer.ops.backends.cpu import op, tiles
+from reluformer.ops.backends.cpu.native import library
+from tests.ops.rectified import (
+    CASES,
+    Case,
+    arguments,
+    check,
+    error,
+    expected,
+    found,
+    huge,
+    visible,
+    weights,
+)
+
+
+@pytest.fixture(autouse=True, params=["tiles", "one piece", "compiled"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tiles that no length fits, or one for everything; or the compiled kernels, if they can."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled")
+        return "compiled"
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(tiles, "ROWS", dict.fromkeys(tiles.ROWS, 8))
+    monkeypatch.setattr(tiles, "SCORES", dict.fromkeys(tiles.SCORES, 8 * 16))
+    if request.param == "tiles":
+        monkeypatch.setattr(tiles, "MANY_ROWS", 0)
+        monkeypatch.setattr(tiles, "SHORT", 0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
+    bound = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype]
+    if dtype == torch.bfloat16:
+        # Here it is a rounded score that is raised to the power.
+        bound *= max(1.0, case.power / 2)
+    check(op.rectified_attention, arguments(case, dtype, "cpu"), bound, 3 * bound)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_gradcheck(power: int) -> None:
+    case = Case(
+        "", heads=4, kv_heads=2, queries=9, keys=17, width=2, value_width=2, power=power,
+        causal=True, gamma=True, threshold=(0.1, -0.2, 0.0, 0.3), statistics=2,
+    )  # fmt: skip
+    given = arguments(case, torch.float64, "cpu")
+
+    def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        named = dict(zip(given.leaves, leaves, strict=True))
+        options = {**given.options, "gamma": named["gamma"], "threshold": named["threshold"]}
+        return op.rectified_attention(named["q"], named["k"], named["v"], **options)
+
+    assert torch.autograd.gradcheck(call, list(given.leaves.values()))
+
+
+@pytest.mark.parametrize("power", [1, 3])
+def test_dropout_is_the_same_forward_and_backward(power: int) -> None:
+    case = Case("", queries=21, keys=32, value_width=32, power=power, statistics=2)
+    given = arguments(case, torch.float64, "cpu")
+    given.options["dropout_p"] = 0.4
+    identity = torch.eye(32, dtype=torch.float64).expand(1, 2, 32, 32)
+    torch.manual_seed(1)
+    shown, _, _ = op.rectified_attention(
+        given.leaves["q"], given.leaves["k"], identity, **given.options
+    )
+    w = weights(given.leaves, given.options)
+    kept = (shown > 0).double() / 0.6
+    torch.testing.assert_close(shown, w * kept)
+    torch.manual_seed(1)
+    outputs, grads = found(op.rectified_attention, given)
+    wanted, wanted_grads = expected(given, kept)
+    torch.testing.assert_close(outputs, wanted)
+    torch.testing.assert_close(grads, wanted_grads)
+
+
+def test_high_powers_of_large_products_stay_in_range() -> None:
+    given = huge(Case("", power=4, threshold=0.05), torch.float32, "cpu", 1e5)
+    check(op.rectified_attention, given, 2e-6, 6e-6)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
+def test_no_queries_or_no_keys(queries: int, keys: int) -> None:
+    given = arguments(Case("", queries=queries, keys=keys, statistics=2), torch.float32, "cpu")
+    outputs, grads = found(op.rectified_attention, given)
+    assert all(not each.any() for each in (*outputs, *grads.values()))
+
+
+def test_only_one_statistic_is_used() -> None:
+    given = arguments(Case("", statistics=2, gamma=True), torch.float64, "cpu")
+    q, k, v = (given.leaves[name] for name in "qkv")
+    _, row_sum, _ = op.rectified_attention(q, k, v, **given.options)
+    grads = torch.autograd.grad(row_sum.sum(), (q, k, given.leaves["gamma"]))
+    wanted = torch.autograd.grad(
+        weights(given.leaves, given.options).sum(), (q, k, given.leaves["gamma"])
+    )
+    torch.testing.assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("change", [{"power": 5}, {"scale": 0.0}])
+def test_refuses_in_one_sentence(change: dict[str, Any]) -> None:
+    given = arguments(CASES[0], torch.float32, "cpu")
+    q, k, v = (given.leaves[name] for name in "qkv")
+    with pytest.raises(UserError, match=next(iter(change))):
+        op.rectified_attention(q, k, v, **{**given.options, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("laid", ["by token", "by head", "with room"])
+@pytest.mark.parametrize(
+    "rules", [{}, {"key_lengths": (20, 37, 0)}, {"mask": (3, 1, 3, 37)}], ids=str
+)
+def test_reads_a_cache_where_it_lies(rules: dict[str, Any], laid: str, dtype: torch.dtype) -> None:
+    case = Case("", batch=3, heads=4, queries=3, keys=37, statistics=1, **rules)
+    given = arguments(case, dtype, "cpu", transposed=laid == "by token")
+    wanted, _ = expected(given)
+    q, k, v = (given.leaves[name].detach() for name in "qkv")
+    if laid == "with room":
+        k, v = (torch.nn.functional.pad(each, (0, 0, 0, 9))[:, :, :37] for each in (k, v))
+    out, sums, logs = op.rectified_attention(q, k, v, **given.options)
+    bound = 2e-6 if dtype == torch.float32 else 8e-3
+    assert error(out, wanted[0]) <= bound
+    assert error(sums, wanted[1]) <= bound
+    assert logs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rules", [{"key_lengths": (5, 0)}, {"mask": (2, 1, 1, 9)}], ids=str)
+def test_hidden_keys_may_hold_anything(rules: dict[str, Any], dtype: torch.dtype) -> None:
+    given = arguments(Case("", batch=2, queries=3, keys=9, **rules), dtype, "cpu")
+    q, k, v = (given.leaves[name].detach() for name in "qkv")
+    out, _, _ = op.rectified_attention(q, k, v, **given.options)
+    seen = visible(given.options, (2, 2, 3, 9))[:, :, 0, :, None]
+    for nonsense in (torch.nan, torch.inf):
+        other, _, _ = op.rectified_attention(q, torch.where(seen, k, nonsense), v, **given.options)
+        assert torch.equal(other, out)
+
+
+def test_memory_is_linear_in_the_length(size: str) -> None:
+    if size == "one piece":
+        return
+    clock = Clock("cpu")
+
+    def peak(n: int) -> float:
+        given = arguments(Case("", queries=n, keys=n, causal=True), torch.float32, "cpu")
+        return clock.peak(lambda: found(op.rectified_attention, given))
+
+    assert peak(256) < 2.5 * peak(128)
+
+
+def test_runs_on_request() -> None:
+    q, k, v = (torch.randn(2, 4, 19, 16) for _ in "qkv")
+    mask = torch.rand(2, 1, 19, 19) > 0.3
+    options = {"causal": True, "gamma": torch.rand(4) + 1, "key_lengths": torch.tensor([19, 7])}
+    for more in ({}, {"mask": mask}):
+        ours = relu_attention(q, k, v, impl="cpu", **options, **more)
+        wanted = relu_attention(q, k, v, impl="reference", **options, **more)
+        torch.testing.assert_close(ours, wanted)
+    with pytest.raises(UserError, match="bias"):
+        relu_attention(q, k, v, impl="cpu", bias=torch.zeros(19))
+
+
+def test_float64_stays_float64() -> None:
+    q, k, v = (torch.randn(1, 4, 19, 16, dtype=torch.float64) for _ in "qkv")
+    gamma = torch.rand(4, dtype=torch.float64) + 1
+    ours, wanted = (relu_attention(q, k, v, impl=i, gamma=gamma) for i in ("cpu", "reference"))
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_rounds_nothing() -> None:
+    given = arguments(Case("", causal=True), torch.float32, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        check(op.rectified_attention, given, 2e-6, 6e-6)
+
+
+def test_decoding_without_any_key_reads_nothing() -> None:
+    q, none = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 0, 8)
+    thresholds = torch.full((4,), -4.0)
+    out = relu_attention(q, none, none, threshold=thresholds, row_normalise=1e-4, impl="cpu")
+    assert out.shape == q.shape and not out.any()

@@ -1,0 +1,211 @@
+"""Decoding on the device: every width, type and tile, real lengths, graphs. `pytest -m gpu`."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from reluformer import PagedCache, decode_attention, relu_attention
+from reluformer.ops.backends.triton import launch, op, tuning
+from reluformer.ops.backends.triton.tuning import Tile
+from tests.ops.backends.triton.portable.test_decode import CASES, NAN, decoded, results, zero_rows
+from tests.ops.backends.triton.test_gpu import BOUNDS, LOOSE, check_or_refusal
+from tests.ops.rectified import Case, arguments, error, expected
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
+    check_or_refusal(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("width", op.WIDTHS)
+def test_every_tile(width: int, dtype: torch.dtype) -> None:
+    shape = Case("tile", batch=2, heads=8, keys=3001, width=width, value_width=width)
+    padded = 128 if width == 96 else width
+    for tile in tuning.every("decode", padded, dtype.itemsize):
+        for skip in (True, False):
+            # 4, 12 and 64 rows of a key head: each size of the tile of rows.
+            for queries in (1, 3, 16):
+                case = replace(shape, queries=queries, statistics=int(skip))
+                given = arguments(case, dtype, "cuda")
+                found = results(given, replace(tile, skip=skip))
+                again = results(given, replace(tile, skip=skip))
+                for one, other, wanted in zip(found, again, expected(given)[0], strict=True):
+                    assert error(one, wanted) <= BOUNDS[dtype][0]
+                    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_values_without_weight_are_never_read(queries: int) -> None:
+    case = Case("skip", batch=2, heads=8, queries=queries, keys=5000, width=128, value_width=128)
+    given = arguments(case, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        given.leaves["q"].abs_()
+        sign = torch.where(torch.rand(2, 2, 5000, 1, device="cuda") < 0.8, -1, 1)
+        given.leaves["k"].abs_().mul_(sign)
+    tile = Tile(16, 64, 4, 3)
+    wanted = decoded(given, replace(tile, skip=False))
+    with torch.no_grad():
+        given.leaves["v"].masked_fill_(zero_rows(given)[..., None], NAN)
+    assert torch.equal(decoded(given, tile), wanted)
+
+
+def filled(page_size: int, bounds: bool, dtype: torch.dtype, width: int = 64) -> PagedCache:
+    """Three sequences of up to 4000 keys, each page near a centre of its own; NaN elsewhere."""
+    lengths = [4000, 1, 777]
+    cache = PagedCache(
+        3, 2, width, pages=300 * 16 // page_size + 3, page_size=page_size, max_length=4096,
+        bounds=bounds, dtype=dtype, device="cuda",
+    )  # fmt: skip
+    cache.keys.fill_(NAN)
+    cache.values.fill_(NAN)
+    centres = torch.randn(3, 2, 4096 // page_size, width, device="cuda")
+    keys = centres.repeat_interleave(page_size, dim=2)[:, :, :4000]
+    keys = (keys + 0.05 * torch.randn_like(keys)).to(dtype)
+    cache.append(keys, torch.randn_like(keys), lengths)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_pages(page_size: int, queries: int, dtype: torch.dtype) -> None:
+    q = torch.randn(3, 8, queries, 64, device="cuda").to(dtype)
+    options: dict[str, Any] = {
+        "threshold": 0.3, "gamma": torch.rand(8, device="cuda") + 0.5,
+        "row_normalise": 0.01 if queries > 1 else None,
+    }  # fmt: skip
+    for bounds in (False, True):
+        cache = filled(page_size, bounds, dtype)
+        found = decode_attention(q, cache, impl="triton", **options)
+        wanted = decode_attention(q, cache, impl="reference", **options)
+        assert error(found, wanted) <= 2 * LOOSE[dtype][0]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_leaving_pages_out_changes_no_bit(dtype: torch.dtype, precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        cache = filled(64, True, dtype)
+        q = torch.randn(3, 4, 1, 64, device="cuda").to(dtype)
+        with tuning.override({"decode": Tile(16, 64, 4, 2)}):
+            found = decode_attention(q, cache, threshold=0.5, impl="triton")
+            cache.key_min = cache.key_max = None
+            wanted = decode_attention(q, cache, threshold=0.5, impl="triton")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found.any()
+    assert torch.equal(found, wanted)
+
+
+def test_pages_without_weight_are_never_read() -> None:
+    cache = filled(64, True, torch.bfloat16)
+    assert cache.key_min is not None and cache.key_max is not None
+    q = torch.randn(3, 4, 1, 64, device="cuda").bfloat16()
+    wanted = decode_attention(q, cache, threshold=1.0, impl="triton")
+    low, high = (each.float() for each in (cache.key_min, cache.key_max))
+    # Pages of the first sequence, and both heads of each of its groups.
+    page = cache.table[0, :63].long()
+    rows = q[0, :, 0].float().unflatten(0, (2, 2))
+    top = torch.maximum(rows * low[page][:, :, None], rows * high[page][:, :, None]).sum(-1) / 8
+    hidden = (top < 1.0 - 0.05).all(-1)
+    assert 0.2 < float(hidden.float().mean()) < 0.95
+    for pool in (cache.keys, cache.values):
+        pool[page] = pool[page].masked_fill(hidden[..., None, None], NAN)
+    assert torch.equal(decode_attention(q, cache, threshold=1.0, impl="triton"), wanted)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("width", [32, 96, 256])
+def test_append_stores_what_the_reference_stores(width: int, dtype: torch.dtype) -> None:
+    caches = []
+    for impl in ("triton", "reference"):
+        torch.manual_seed(0)
+        cache = PagedCache(
+            2, 2, width, pages=40, page_size=64, bounds=True, dtype=dtype, device="cuda"
+        )
+        for counts in ([700, 3], [1, 1], [64, 500], [1, 0]):
+            keys, values = (torch.randn(2, 2, 700, width, device="cuda").to(dtype) for _ in "kv")
+            cache.append(keys, values, counts, impl=impl)
+        caches.append(cache)
+    one, other = caches
+    assert torch.equal(one.lengths, other.lengths)
+    for mine, theirs in zip(one.dense(), other.dense(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert one.key_min is not None and other.key_min is not None
+    assert one.key_max is not None and other.key_max is not None
+    used = one.table[one.table < 40].long()
+    assert torch.equal(one.table, other.table)
+    assert torch.equal(one.key_min[used], other.key_min[used])
+    assert torch.equal(one.key_max[used], other.key_max[used])
+
+
+def test_steps_captured_in_a_graph() -> None:
+    def cache() -> PagedCache:
+        torch.manual_seed(0)
+        made = PagedCache(
+            2, 2, 64, pages=16, page_size=64, bounds=True, dtype=torch.bfloat16, device="cuda"
+        )
+        made.reserve(400)
+        start = torch.randn(2, 2, 100, 64, device="cuda").bfloat16()
+        made.append(start, start, [100, 37])
+        return made
+
+    steps = torch.randn(200, 2, 2, 1, 64, device="cuda").bfloat16()
+    plain, recorded = cache(), cache()
+    key = steps[0].clone()
+
+    def step(target: PagedCache) -> Tensor:
+        target.append(key, key)
+        return decode_attention(key.repeat_interleave(2, dim=1), target, impl="triton")
+
+    step(cache())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(recorded)
+    # Recording runs nothing, but the host has counted one step.
+    for new in steps:
+        key.copy_(new)
+        graph.replay()
+        assert torch.equal(out, step(plain))
+    assert torch.equal(recorded.lengths, plain.lengths)
+
+
+def test_lengths_neither_compile_nor_wait() -> None:
+    from reluformer.ops.backends.triton.portable.decode import decode_kernel
+
+    def kernels() -> int:
+        return sum(len(cache[0]) for cache in decode_kernel.device_caches.values())
+
+    keys = torch.randn(1, 2, 20000, 64, device="cuda").bfloat16()
+    q = torch.randn(1, 4, 1, 64, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    launch.LAUNCHES.clear()
+    before = 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for length in (16, 1, 17, 640, 641, 16384, 20000):
+            part = keys[:, :, :length]
+            out = relu_attention(q, part, part)
+            before = before or kernels()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert kernels() == before
+    assert {key[0] for key in launch.LAUNCHES} == {"decode", "combine"}
+    assert all(
+        each.compiled is not None for name, each in launch.LAUNCHES.items() if name[0] == "decode"
+    )
+    wanted = relu_attention(q, keys, keys, impl="reference")
+    assert error(out, wanted) <= LOOSE[torch.bfloat16][0]

@@ -1,0 +1,123 @@
+"""Which calls the kernels with specialised warps serve on a Hopper GPU, as if there were one."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from reluformer.ops.backends.triton import (
+    backward_choice,
+    specialised_backward_launch,
+    specialised_launch,
+    tiles,
+)
+from reluformer.ops.backends.triton.plan import Problem
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (specialised_launch, specialised_backward_launch):
+        monkeypatch.setattr(module, "at_home", lambda tensor: True)
+
+
+def problem(width: int, n: int, *, batch: int = 4, heads: int = 8, **changes: Any) -> Problem:
+    q, k, v = (torch.empty(batch, heads, n, width, dtype=torch.bfloat16) for _ in range(3))
+    numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, False, 0, 0.0, n, n)
+    return Problem(q, k, v, *[None] * 7, *numbers)._replace(**changes)
+
+
+def forward(call: Problem, statistics: int = 0) -> bool:
+    with tiles.override(tma=True):
+        return specialised_launch.suits(call, statistics, torch.empty_like(call.q))
+
+
+def backward(call: Problem, level: int = 0, sign_bytes: int | None = None) -> tuple[bool, bool]:
+    """Whether the specialised kernels serve a backward, and whether signs are kept."""
+    with tiles.override(tma=True, sign_bytes=sign_bytes):
+        specialised, heads = backward_choice.choose(call, level, torch.empty_like(call.q))
+    return specialised, heads > 0
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_forward_takes_what_is_long_enough(width: int) -> None:
+    assert forward(problem(width, 256)) and forward(problem(width, 4096), statistics=1)
+    assert not forward(problem(width, 255))
+    assert not forward(problem(width, 511, causal=True))
+    assert forward(problem(width, 512, causal=True))
+    assert not forward(problem(width, 4096, window=64))
+    assert not forward(problem(width, 4096, dropout_p=0.1))
+    assert not forward(problem(width, 4096, mask=torch.ones(1, 1, 4096, 4096, dtype=torch.bool)))
+
+
+def test_causal_powers_of_narrow_heads_take_longer_to_pay() -> None:
+    assert not forward(problem(64, 1024, causal=True, power=8, threshold=torch.empty(8)))
+    assert forward(problem(64, 2048, causal=True, power=8, threshold=torch.empty(8)))
+    assert forward(problem(128, 1024, causal=True, power=8, threshold=torch.empty(8)))
+
+
+def test_only_sampled_entropies_of_wide_heads_are_worth_specialised_warps() -> None:
+    assert forward(problem(128, 1024, entropy_every=8), statistics=2)
+    assert not forward(problem(128, 1024), statistics=2)
+    assert not forward(problem(64, 1024, entropy_every=8), statistics=2)
+
+
+def test_packed_sequences_but_neither_their_entropies_nor_too_many() -> None:
+    ends = torch.arange(5, dtype=torch.int32) * 1024
+    packed = problem(128, 4096, batch=1, cu_q=ends, cu_k=ends, max_q=1024, max_k=1024)
+    assert forward(packed, statistics=1)
+    assert not forward(packed._replace(entropy_every=8), statistics=2)
+    many = torch.zeros(8194, dtype=torch.int32)
+    assert not forward(packed._replace(cu_q=many, cu_k=many))
+    assert backward(packed) == (False, False)
+
+
+def test_backward_of_wide_heads_keeps_signs_where_they_pay() -> None:
+    assert backward(problem(128, 256)) == (True, False)
+    assert backward(problem(128, 1024)) == (True, True)
+    assert backward(problem(128, 1024), level=1) == (True, True)
+    assert backward(problem(128, 1024, power=2)) == (True, False)
+    assert backward(problem(128, 128)) == (False, False)
+
+
+def test_backward_of_narrow_heads_makes_scores_again_or_leaves_signs_to_the_plain_kernels() -> None:
+    assert backward(problem(64, 1024, causal=True)) == (True, False)
+    assert backward(problem(64, 512)) == (True, False)
+    assert backward(problem(64, 1024)) == (False, True)
+    assert backward(problem(64, 1024), sign_bytes=0) == (True, False)
+    assert backward(problem(64, 4096, power=8, threshold=torch.empty(8))) == (True, False)
+
+
+def test_gradients_of_entropies_and_other_types_run_on_the_plain_kernels() -> None:
+    assert not backward(problem(128, 1024), level=2)[0]
+    half = problem(128, 1024)
+    half = half._replace(q=half.q.half(), k=half.k.half(), v=half.v.half())
+    assert not backward(half)[0] and not forward(half)
+
+
+def test_few_tiles_leave_no_processor_idle() -> None:
+    # Four here: as many as one head of 512 rows has tiles.
+    assert forward(problem(128, 512, batch=1, heads=1))
+    assert not forward(problem(128, 256, batch=1, heads=1))
+    assert not backward(problem(128, 256, batch=1, heads=1))[0]
+
+
+def test_a_choice_is_made_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_choice, "_CHOICES", {})
+    call = problem(128, 1024)
+    with tiles.override(tma=True):
+        wanted = backward_choice.choose(call, 0, call.q)
+        assert backward_choice.choice(("key",), call, 0, call.q) == wanted
+        # Addresses that ask for other code have no key.
+        assert backward_choice.choice((), call, 0, call.q) == wanted
+    monkeypatch.setattr(backward_choice, "choose", lambda *args: pytest.fail("asked again"))
+    assert backward_choice.choice(("key",), call, 0, call.q) == wanted
+    assert list(backward_choice._CHOICES) == [("key",)]
+
+
+def test_a_request_is_obeyed_where_a_kernel_can() -> None:
+    small = problem(64, 16)
+    out = torch.empty_like(small.q)
+    with tiles.override(tma=True, specialised=True):
+        assert specialised_launch.suits(small, 0, out)
+    with tiles.override(tma=True, specialised=False):
+        assert not specialised_launch.suits(problem(64, 4096), 0, out)

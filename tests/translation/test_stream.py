@@ -1,0 +1,105 @@
+"""Streams: lines as they arrive, odd bytes, several processes."""
+
+import gzip
+import io
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reluformer.errors import UserError
+from reluformer.translation.stream import LineReader, opened, translate_stream
+
+
+class Upper:
+    """Stands in for a translator."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def lines(self, lines, *, together=False, numbers=None):
+        assert len(numbers) == len(lines)
+        self.calls.append(list(lines))
+        return [line.upper() for line in lines]
+
+
+def translate(data: bytes, document: bool = False) -> bytes:
+    out = io.BytesIO()
+    count = translate_stream(Upper(), LineReader(io.BytesIO(data), "input"), out, document=document)
+    assert count == out.getvalue().count(b"\n")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("document", [False, True])
+def test_one_line_for_each_line(document: bool) -> None:
+    assert translate(b"", document) == b""
+    assert translate(b"\n", document) == b"\n"
+    assert translate(b"a\n\nb", document) == b"A\n\nB\n"
+    assert translate(b"\xef\xbb\xbfa\r\nb\r\n", document) == b"A\nB\n"
+    assert translate(b"a\x0cb\xe2\x80\xa8c\n", document) == b"A\x0cB\xe2\x80\xa8C\n"
+
+
+def test_bad_bytes_are_replaced_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert translate(b"a\nb\xff\n\xff\n") == "A\nB\ufffd\n\ufffd\n".encode()
+    assert len(caplog.records) == 1 and "line 2" in caplog.text
+    caplog.clear()
+    assert translate("\ufffd\0\n".encode()) == "\ufffd\0\n".encode()
+    assert not caplog.records
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_give_as_many_lines(data: bytes, document: bool) -> None:
+    expected = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
+    assert translate(data, document).count(b"\n") == expected
+
+
+def test_documents_are_not_cut_between_blocks() -> None:
+    lines = [f"line {i}" if i % 97 else "<d>" for i in range(1, 3000)]
+    reader = LineReader(io.BytesIO("\n".join(lines).encode()), "input")
+    blocks = list(reader.blocks(100, documents=True))
+    assert [line for block in blocks for line in block] == lines
+    assert all(block[-1] == "<d>" for block in blocks[:-1])
+    assert max(map(len, blocks)) <= 200
+
+
+def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reluformer.translation.stream.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("reluformer.translation.stream._CHUNK", 16)
+    with pytest.raises(UserError, match="line 2"):
+        translate(b"a\n" + b"x" * 200)
+
+
+def test_a_silent_pipe_gets_its_answers() -> None:
+    """A program that waits for each answer before it goes on must not wait for ever."""
+    read, write = os.pipe()
+    answers: list[str] = []
+    with os.fdopen(read, "rb") as source:
+        blocks = LineReader(source, "pipe").blocks(100)
+        thread = threading.Thread(target=lambda: answers.extend(line for b in blocks for line in b))
+        thread.start()
+        for text in ("one", "two"):
+            os.write(write, f"{text}\n".encode())
+            deadline = time.monotonic() + 10
+            while text not in answers and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert answers[-1] == text
+        os.write(write, b"three")
+        os.close(write)
+        thread.join()
+    assert answers == ["one", "two", "three"]
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    path = tmp_path / "text.gz"
+    path.write_bytes(gzip.compress(b"a\nb\n"))
+    with opened(path) as file:
+        assert list(LineReader(file, "text").blocks(9)) == [["a", "b"]]
+    path.write_bytes(gzip.compress(b"a\nb\n" * 9000)[:-20])
+    with opened(path) as file, pytest.raises(UserError, match="decompressed"):
+        list(LineReader(file, "text").blocks(9))
+    with pytest.raises(UserError, match="cannot be read"):
+        opened(tmp_path / "none")
