@@ -1,10 +1,15 @@
 """What every test runs under: one seed, one thread, and memory that is never clean by luck."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Without a GPU the kernels run on Triton's interpreter, chosen before Triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The suite runs in parallel: more threads per process would only contend. Examples are the same on
 # every run, so that a red test stays red until it is mended.

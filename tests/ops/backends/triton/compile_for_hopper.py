@@ -19,7 +19,7 @@ from triton.runtime import driver
 
 from reluformer.ops.backends.triton import launch, run_backward, run_decode, run_forward, tuning
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from tests.ops.backends.triton.assembly import unguarded, unmade
 

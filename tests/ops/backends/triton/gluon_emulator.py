@@ -274,7 +274,9 @@ def _language() -> SimpleNamespace:
     )  # fmt: skip
 
 
-_OWN = re.compile(r"^from reluformer\.ops\.triton\.(\w+) import ([^\n(]*|\([^)]*\))\n", re.M)
+_OWN = re.compile(
+    r"^from reluformer\.ops\.backends\.triton\.([\w.]+) import ([^\n(]*|\([^)]*\))\n", re.M
+)
 _TRITON = re.compile(r"^from triton[^\n(]*(\([^)]*\))?\n", re.M)
 
 
@@ -293,12 +295,12 @@ def _kernels(path: Path, change: tuple[str, str]) -> tuple[dict[str, Any], bool]
     names = _runtime()
     for module, imported in _OWN.findall(source):
         wanted = re.findall(r"\w+", imported)
-        if not module.startswith("specialised"):
+        if not module.startswith("hopper."):
             # Constants of other kernels.
             others = vars(importlib.import_module(f"reluformer.ops.backends.triton.{module}"))
             names |= {name: others[name].value for name in wanted}
             continue
-        others, there = _kernels(path.with_name(f"{module}.py"), change)
+        others, there = _kernels(path.with_name(f"{module.removeprefix('hopper.')}.py"), change)
         changed |= there
         names |= {name: others[name] for name in wanted}
     for imports in (_OWN, _TRITON):

@@ -5,18 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from reluformer.ops.backends.triton import (
-    backward_choice,
-    specialised_backward_launch,
-    specialised_launch,
-    tiles,
-)
+from reluformer.ops.backends.triton import backward_choice, tuning
+from reluformer.ops.backends.triton.hopper import launch_backward, launch_forward
 from reluformer.ops.backends.triton.plan import Problem
 
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (specialised_launch, specialised_backward_launch):
+    for module in (launch_forward, launch_backward):
         monkeypatch.setattr(module, "at_home", lambda tensor: True)
 
 
@@ -27,13 +23,13 @@ def problem(width: int, n: int, *, batch: int = 4, heads: int = 8, **changes: An
 
 
 def forward(call: Problem, statistics: int = 0) -> bool:
-    with tiles.override(tma=True):
-        return specialised_launch.suits(call, statistics, torch.empty_like(call.q))
+    with tuning.override(tma=True):
+        return launch_forward.suits(call, statistics, torch.empty_like(call.q))
 
 
 def backward(call: Problem, level: int = 0, sign_bytes: int | None = None) -> tuple[bool, bool]:
     """Whether the specialised kernels serve a backward, and whether signs are kept."""
-    with tiles.override(tma=True, sign_bytes=sign_bytes):
+    with tuning.override(tma=True, sign_bytes=sign_bytes):
         specialised, heads = backward_choice.choose(call, level, torch.empty_like(call.q))
     return specialised, heads > 0
 
@@ -104,7 +100,7 @@ def test_few_tiles_leave_no_processor_idle() -> None:
 def test_a_choice_is_made_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_choice, "_CHOICES", {})
     call = problem(128, 1024)
-    with tiles.override(tma=True):
+    with tuning.override(tma=True):
         wanted = backward_choice.choose(call, 0, call.q)
         assert backward_choice.choice(("key",), call, 0, call.q) == wanted
         # Addresses that ask for other code have no key.
@@ -117,7 +113,7 @@ def test_a_choice_is_made_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) 
 def test_a_request_is_obeyed_where_a_kernel_can() -> None:
     small = problem(64, 16)
     out = torch.empty_like(small.q)
-    with tiles.override(tma=True, specialised=True):
-        assert specialised_launch.suits(small, 0, out)
-    with tiles.override(tma=True, specialised=False):
-        assert not specialised_launch.suits(problem(64, 4096), 0, out)
+    with tuning.override(tma=True, specialised=True):
+        assert launch_forward.suits(small, 0, out)
+    with tuning.override(tma=True, specialised=False):
+        assert not launch_forward.suits(problem(64, 4096), 0, out)

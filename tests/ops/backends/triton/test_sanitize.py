@@ -11,7 +11,7 @@ from tests.ops.rectified import arguments
 
 
 def test_every_kernel_is_watched_and_every_case_is_there() -> None:
-    files = Path(op.__file__).parent.glob("*.py")
+    files = Path(op.__file__).parent.rglob("*.py")
     kernels = re.findall(r"^def (\w+)_kernel\(", "\n".join(f.read_text() for f in files), re.M)
     assert len(kernels) > 5 and {*kernels, "canary"} == set(sanitize.KERNELS)
     assert [str(case) for case in sanitize.DENSE[: len(sanitize.SMALL)]] == [*sanitize.SMALL]

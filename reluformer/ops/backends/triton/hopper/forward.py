@@ -35,9 +35,9 @@ from reluformer.ops.backends.triton.hopper.device import (
     stored,
     turns_of,
 )
-from reluformer.ops.backends.triton.hopper.schedule import FIELDS
 from reluformer.ops.backends.triton.hopper.weights import even_sums, log_sums, row_sums, weights_of
 from reluformer.ops.backends.triton.portable.device import BLOCK, LN2
+from reluformer.ops.backends.triton.portable.packed_schedule import FIELDS
 
 
 @gluon.jit

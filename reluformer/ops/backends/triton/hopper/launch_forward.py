@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import tuning
-from reluformer.ops.backends.triton.hopper.schedule import MOST, Size, schedule, size
 from reluformer.ops.backends.triton.launch import Launch, View, processors, use_descriptors
 from reluformer.ops.backends.triton.plan import Problem, interpreting
+from reluformer.ops.backends.triton.portable.packed_schedule import MOST, Size, schedule, size
 
 # Gluon is young: only versions on which the tests have run on a GPU.
 _TESTED = triton.__version__.startswith("3.6.")

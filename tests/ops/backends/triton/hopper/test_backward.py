@@ -18,8 +18,8 @@ from tests.ops.backends.triton import gluon_emulator
 from tests.ops.rectified import Case, arguments
 from tests.ops.rectified import check as check_gradients
 
-FOLDER = Path(__file__).parents[3] / "reluformer" / "ops" / "triton"
-KEYS, QUERIES = FOLDER / "specialised_keys.py", FOLDER / "specialised_queries.py"
+FOLDER = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper"
+KEYS, QUERIES = FOLDER / "backward_dkv.py", FOLDER / "backward_dq.py"
 SOURCES = (gluon_emulator.kernels(KEYS), gluon_emulator.kernels(QUERIES))
 SIDE, WIDTH, BATCH = 64, 16, 2
 # Three are the fewest of which one may be held and one given back unread.

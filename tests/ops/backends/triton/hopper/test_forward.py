@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from reluformer import relu_attention
 from reluformer.ops import stats
 from reluformer.ops.backends.triton import launch, op, tuning
-from reluformer.ops.backends.triton.hopper import schedule
 from reluformer.ops.backends.triton.hopper.launch_forward import SpecialisedLaunch
+from reluformer.ops.backends.triton.portable import packed_schedule
 from tests.ops.backends.triton import gluon_emulator
 from tests.ops.rectified import Case, arguments
 from tests.ops.rectified import check as check_gradients
 
-FILE = Path(__file__).parents[3] / "reluformer" / "ops" / "triton" / "specialised.py"
+FILE = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper/forward.py"
 SOURCE = gluon_emulator.kernels(FILE)
 ROWS, KEYS, WIDTH, STAGES, BATCH = 32, 16, 16, 2, 2
 
@@ -149,9 +149,9 @@ def test_packed_sequences_keep_to_themselves(
     out = torch.full_like(q, 7.0)
     row_sum = torch.full((q.shape[2], heads), 7.0)
     longest = max(1, *(each for each, _ in lengths))
-    room = schedule.size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
+    room = packed_schedule.size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
     cu = (torch.tensor(each) for each in (ends_q, ends_k))
-    work = schedule.schedule(*cu, room, 2 * ROWS, paired=causal)
+    work = packed_schedule.schedule(*cu, room, 2 * ROWS, paired=causal)
     gluon_emulator.launch(
         SOURCE["specialised_kernel"], programs, gluon_emulator.Descriptor(q, ROWS),
         gluon_emulator.Descriptor(k, KEYS), gluon_emulator.Descriptor(v, KEYS),

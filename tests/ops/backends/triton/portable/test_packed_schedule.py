@@ -7,22 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reluformer.ops.backends.triton.hopper import schedule
+from reluformer.ops.backends.triton.portable import packed_schedule
 
 ROWS = 32
 
 
 def entries(
     lengths: list[tuple[int, int]], longest: int, *, paired: bool
-) -> tuple[list[list[int]], schedule.Size]:
+) -> tuple[list[list[int]], packed_schedule.Size]:
     """Fields of every entry, and the room there is for them."""
     ends = [[0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True)]
-    room = schedule.size(ends[0][-1], len(lengths), longest, ROWS, paired=paired)
+    room = packed_schedule.size(ends[0][-1], len(lengths), longest, ROWS, paired=paired)
     cu_q, cu_k = (torch.tensor(each, dtype=torch.int32) for each in ends)
-    work = schedule.schedule(cu_q, cu_k, room, ROWS, paired=paired)
+    work = packed_schedule.schedule(cu_q, cu_k, room, ROWS, paired=paired)
     count = int(work[0])
     assert count <= room.most
-    return work[1:].view(-1, schedule.FIELDS.value)[:count].tolist(), room
+    return work[1:].view(-1, packed_schedule.FIELDS.value)[:count].tolist(), room
 
 
 @settings(deadline=None)
@@ -52,7 +52,7 @@ def test_many_sequences_come_in_their_own_order() -> None:
 
 def test_of_nothing_one_entry_of_no_rows_can_be_read() -> None:
     cu = torch.zeros(4, dtype=torch.int64)
-    work = schedule.schedule(cu, cu, schedule.Size(1, 1), ROWS, paired=True)
+    work = packed_schedule.schedule(cu, cu, packed_schedule.Size(1, 1), ROWS, paired=True)
     assert work.tolist() == [0, 0, 1, 0, 0, 0, 0]
 
 
