@@ -3,7 +3,7 @@
     python benchmarks/end_to_end.py --out end-to-end.json
     TRITON_INTERPRET=1 python benchmarks/end_to_end.py --quick --out end-to-end.json
 
-`recipes/document.yaml` without dropout, by the learner, objective and CUDA graphs of
+The recipe `document` without dropout, by the learner, objective and CUDA graphs of
 `reluformer.train`. Runs of one length share first weights and batches: random tokens with Zipf's
 frequencies, which the target repeats. All rows are full, yet runs are told lengths, as in training;
 softmax then masks, which keeps SDPA from its fastest kernels. Runs of "no lengths" are spared that.
@@ -48,7 +48,7 @@ from reluformer.train.processes import Processes, processes
 from reluformer.train.schedules import learning_rate, step_seed
 from reluformer.train.trainer_state import Learner, compiles, replays
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "document.yaml"
+RECIPE = "document"
 UNTIMED, CALIBRATION_TOKENS = 3, 4096
 REFERENCE, YARDSTICK, UNTOLD = "relu reference", "relu reference, float32", ", no lengths"
 # The reference in float32 runs up to this length: beyond, it takes most of the time.

@@ -1,7 +1,7 @@
 """Kill a training run again and again with SIGKILL; what it ends with must not differ by a bit.
 
     python benchmarks/kill_and_resume.py
-    python benchmarks/kill_and_resume.py --kills 40 --recipe recipes/tiny.yaml
+    python benchmarks/kill_and_resume.py --kills 40 --recipe tiny
 
 Trains a recipe once undisturbed and once under fire: a third of the kills come at any moment since
 the start of the process, a third while it learns, a third while it writes a checkpoint. Prints what
@@ -154,7 +154,7 @@ def differences(first: Run, second: Run) -> list[str]:
 def main() -> None:
     """Run both runs and compare them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--recipe", default=str(ROOT / "recipes" / "toy-reverse.yaml"))
+    parser.add_argument("--recipe", default="toy-reverse")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)

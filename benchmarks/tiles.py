@@ -88,7 +88,7 @@ LONG = [
     for mask in ("full", "lengths", "causal")
     for length in (512, 1024, 2048, 4096)
 ]
-# The widths of the heads of `recipes/document.yaml` and of `recipes/sentence.yaml`.
+# The widths of the heads of the recipes `document` and `sentence`.
 MODELS = [
     Case(width, mask, length, "model")
     for width, lengths in ((64, (128, 256, 512, 1024, 2048)), (128, (32, 48, 64, 96, 128)))

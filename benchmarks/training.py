@@ -6,12 +6,12 @@
 `--data` and `--documents` are prepared folders; without them, text of invented words with the
 lengths and vocabularies of Europarl is made. Parts, each in a process of its own:
 
-- sentence: `recipes/sentence.yaml` through `reluformer.train`, with ReLU and with softmax.
+- sentence: the recipe `sentence` through `reluformer.train`, with ReLU and with softmax.
 - Marian: a MarianMTModel of that shape (SDPA) through Seq2SeqTrainer on the same examples: bf16,
   TF32, fused AdamW, grouped by length, padded to multiples of 8, loader processes, no logging,
   saving or evaluation, not compiled. Its batches have so many rows that their mean number of target
   tokens is that of the recipe.
-- document: `recipes/document.yaml` at length 1024 across documents, with ReLU, compiled as the
+- document: the recipe `document` at length 1024 across documents, with ReLU, compiled as the
   recipe asks and not, and with softmax.
 - matmul: products of two 8192 x 8192 matrices in bfloat16, before and after all others.
 
@@ -440,8 +440,7 @@ class Benchmark:
         overrides = [*part.overrides, *BARE, *(QUICK if self.quick else ())]
         folder = self._folder(part.recipe)
         overrides.append(f"data.source={json.dumps(str(folder))}")
-        path = str(ROOT / "recipes" / f"{part.recipe}.yaml")
-        recipe = load_recipe(path, overrides)
+        recipe = load_recipe(part.recipe, overrides)
         step = describe(recipe, load_data(recipe))
         started = time.perf_counter()
         until = self.until - later - MATMUL_SECONDS
@@ -449,7 +448,12 @@ class Benchmark:
             raise TimeoutError("no time left")
         out, log = self.work / part.name, self.work / f"{part.name}.log"
         out.mkdir()
-        job = {"library": part.library, "recipe": path, "overrides": overrides, "out": str(out)}
+        job = {
+            "library": part.library,
+            "recipe": part.recipe,
+            "overrides": overrides,
+            "out": str(out),
+        }
         job["rows"] = step["rows_of_equal_tokens"]
 
         def done(lines: list[Line]) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: prepare, train, translate, evaluate, bench, info.
+"""The command line: prepare, recipes, train, translate, evaluate, bench, info.
 
 Each command is a thin layer over a function of the package, imported when it runs. Exit statuses:
 0 success, 2 a user's mistake, 3 training diverged, 130 interrupted.
@@ -118,7 +118,10 @@ def prepare(
 @app.command()
 @guarded
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="Name of a shipped recipe (see `reluformer recipes`), or a YAML file."),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the run; repeating the command resumes it.")],
     set_: Annotated[
         list[str] | None,
@@ -131,6 +134,21 @@ def train(
     from reluformer.train import train as run
 
     run(load_recipe(recipe, set_ or ()), out, quiet=quiet)
+
+
+@app.command(name="recipes")
+@guarded
+def list_recipes(json_: Json = False) -> None:
+    """List the shipped recipes."""
+    from reluformer import recipes
+
+    summaries = {name: recipes.summary(name) for name in recipes.names()}
+    if json_:
+        print(json.dumps(summaries, indent=2))
+        return
+    width = max(map(len, summaries))
+    for name, summary in summaries.items():
+        print(f"{name:{width}}  {summary}")
 
 
 @app.command()

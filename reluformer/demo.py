@@ -25,8 +25,7 @@ from reluformer.errors import UserError
 from reluformer.evaluation.scores import Evaluation, evaluate
 from reluformer.translation.translator import Translator
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "tiny.yaml"
+RECIPE = "tiny"
 TWINS = {"ReLU": "relu", "softmax": "softmax"}
 
 _TEST_SEED, _TEST_DOCUMENTS = 2302, 50
@@ -86,8 +85,6 @@ def _show_memory() -> None:
 
 def _train(folder: Path, overrides: Sequence[str]) -> None:
     """Train the twins that are not finished, at the same time."""
-    if not RECIPE.is_file():
-        raise UserError(f"{RECIPE} does not exist; the demonstration needs the repository")
     steps = load_recipe(RECIPE, overrides).train.steps
     running = {
         name: _start(folder / kind, [*overrides, f"model.attention.kind={kind}"])
@@ -115,10 +112,10 @@ def _train(folder: Path, overrides: Sequence[str]) -> None:
 
 def _start(run: Path, settings: Sequence[str]) -> "subprocess.Popen[bytes]":
     options = [part for setting in (*settings, "train.threads=1") for part in ("--set", setting)]
-    command = ["reluformer", "train", str(RECIPE), "--out", str(run.resolve()), *options]
+    command = ["reluformer", "train", RECIPE, "--out", str(run), *options]
     run.parent.mkdir(parents=True, exist_ok=True)
     with (run.parent / f"{run.name}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=log, stderr=log)
+        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
 
 
 def _progress(run: Path) -> tuple[int, float]:

@@ -204,8 +204,7 @@ def test_a_mistake_is_one_line_and_status_2(
 
 def test_a_misspelt_field_is_named_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    recipe = ROOT / "recipes" / "toy-reverse.yaml"
-    done = run("train", recipe, "--out", out, "--set", "train.stepz=3")
+    done = run("train", "toy-reverse", "--out", out, "--set", "train.stepz=3")
     assert done.exit_code == 2 and "train.stepz" in done.stderr and "steps" in done.stderr
     assert not out.exists()
 
@@ -220,7 +219,7 @@ def test_failures_have_their_own_status(
         raise error
 
     monkeypatch.setattr("reluformer.train.train", fail)
-    done = run("train", ROOT / "recipes" / "toy-reverse.yaml", "--out", tmp_path / "out")
+    done = run("train", "toy-reverse", "--out", tmp_path / "out")
     assert done.exit_code == status
     assert done.stderr.startswith("reluformer: ") and done.stderr.count("\n") == 1
 

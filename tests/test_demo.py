@@ -31,7 +31,7 @@ class InProcess:
 
     def __init__(self, run: Path, settings: list[str]) -> None:
         options = [part for setting in settings for part in ("--set", setting)]
-        done = CliRunner().invoke(app, ["train", str(RECIPE), "--out", str(run), *options])
+        done = CliRunner().invoke(app, ["train", RECIPE, "--out", str(run), *options])
         run.parent.mkdir(exist_ok=True)
         (run.parent / f"{run.name}.log").write_text(done.output, encoding="utf-8")
         self.status = done.exit_code

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
+from reluformer import recipes
 from reluformer.config import yaml_lines
 from reluformer.config.dataclasses_io import build, override, to_dict
 from reluformer.errors import UserError
@@ -260,12 +261,21 @@ class Recipe:
         write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file, with `overrides` such as "train.lr=1e-3" applied.
+def load_recipe(source: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a recipe and apply overrides.
 
-    A mistake is named by its field, and by its line or its override.
+    Args:
+        source: Path of a YAML file, or the name of a shipped recipe. Text without a folder and
+            without a suffix is a name.
+        overrides: Assignments such as `"train.lr=1e-3"`; each value is parsed as YAML.
+
+    Raises:
+        UserError: The message names the wrong field, and its line in the file or its override.
     """
-    document = yaml_lines.read(Path(path))
+    path = Path(source)
+    if not path.suffix and len(path.parts) == 1 and str(source) == path.name:
+        path = recipes.path(path.name)
+    document = yaml_lines.read(path)
     assigned = yaml_lines.assignments(overrides)
     try:
         return recipe_from(override(document.values, assigned))

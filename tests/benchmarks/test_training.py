@@ -58,7 +58,7 @@ def test_rate_leaves_out_the_first_interval_and_compilation() -> None:
 
 def test_both_libraries_see_the_same_examples(prepared: Path) -> None:
     overrides = [*training.DOCUMENT, *training.BARE, *training.QUICK, f"data.source={prepared}"]
-    recipe = load_recipe(training.ROOT / "recipes" / "document.yaml", overrides)
+    recipe = load_recipe("document", overrides)
     data = load_data(recipe)
     examples = training.Examples(data.train)
     ours = next(data.train.batches(recipe).epoch(0))
@@ -109,8 +109,7 @@ def test_marian_trains_and_logs(prepared: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     overrides = [*training.SENTENCE, *training.BARE, *training.QUICK, f"data.source={prepared}"]
-    recipe = training.ROOT / "recipes" / "sentence.yaml"
-    job = {"recipe": str(recipe), "overrides": overrides, "out": str(tmp_path), "rows": 3}
+    job = {"recipe": "sentence", "overrides": overrides, "out": str(tmp_path), "rows": 3}
     training.child({"library": "transformers", **job})
     lines = [json.loads(line) for line in (tmp_path / training.METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2, 4, 6, 8, 10, 12]

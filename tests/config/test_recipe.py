@@ -9,6 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reluformer
+from reluformer import recipes
 from reluformer.config.recipe import (
     DataConfig,
     Recipe,
@@ -18,8 +20,6 @@ from reluformer.config.recipe import (
     recipe_from,
 )
 from reluformer.errors import UserError
-
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
 TEXT = """\
 # a comment
@@ -43,12 +43,37 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_shipped_recipes_load_and_name_their_command(file: Path) -> None:
-    assert isinstance(load_recipe(file), Recipe)
-    command = f"reluformer train recipes/{file.name} --out "
+@pytest.mark.parametrize("name", recipes.names())
+def test_shipped_recipes_load_by_name_and_state_their_command(name: str) -> None:
+    file = recipes.path(name)
+    assert isinstance(load_recipe(name), Recipe)
+    assert load_recipe(name) == load_recipe(file) == load_recipe(str(file))
     header = [line for line in file.read_text().splitlines() if line.startswith("#")]
-    assert any(command in line for line in header)
+    assert any(f"reluformer train {name} --out " in line for line in header)
+    assert recipes.summary(name).endswith(".")
+
+
+def test_recipes_are_part_of_the_package() -> None:
+    assert {"document", "sentence", "tiny", "toy-reverse"} <= set(recipes.names())
+    assert recipes.path("tiny").is_relative_to(Path(reluformer.__file__).parent)
+
+
+@pytest.mark.parametrize("name", ["sentense", "", ".", "..", "tiny/"])
+def test_an_unknown_recipe_name_lists_the_shipped_ones(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(name)
+    if name == "sentense":
+        known = ", ".join(recipes.names())
+        assert str(caught.value).startswith(f"recipe must be one of {known}, or the path")
+
+
+def test_a_name_is_shipped_and_a_path_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").write_text(TEXT)
+    assert load_recipe("./tiny").data.source == "reverse"
+    assert load_recipe("tiny") == load_recipe(recipes.path("tiny"))
 
 
 def test_what_is_saved_is_the_same_recipe(path: Path) -> None:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from reluformer import recipes
 from reluformer.checkpoint import load_run
 from reluformer.config.recipe import load_recipe
 from reluformer.train import train
-
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 SMALL = [
     "data.generated={train: 60, dev: 4, vocab_size: 300, lengths: [2, 6]}",
@@ -29,12 +28,12 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_a_shipped_recipe_trains(file: Path, tmp_path: Path) -> None:
-    generated = load_recipe(file).data.generated is not None
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_shipped_recipe_trains(name: str, tmp_path: Path) -> None:
+    generated = load_recipe(name).data.generated is not None
     # Recipes for real corpora learn from the sample here.
     source = [] if generated else ["data.source=sample"]
-    recipe = load_recipe(file, [*SMALL, *source, "train.batch_tokens=1024"])
+    recipe = load_recipe(name, [*SMALL, *source, "train.batch_tokens=1024"])
     train(recipe, tmp_path, quiet=True)
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     last = [record for record in records if "dev" in record][-1]
