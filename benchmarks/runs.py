@@ -26,6 +26,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from reluformer.config.migration import migrate
 from reluformer.files import write_text
 from reluformer.info import commit, info
 
@@ -111,7 +112,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
     """What the run has logged so far."""
     path = run / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = (json.loads(line) for line in lines)
+    records = (migrate(json.loads(line)) for line in lines)
     return [_rounded({key: each[key] for key in CURVE if key in each}) for each in records]
 
 

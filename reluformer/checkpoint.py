@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from reluformer.config.dataclasses_io import build
-from reluformer.config.recipe import Recipe, load_recipe
+from reluformer.config.recipe import Recipe, load_stored_recipe
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json
@@ -158,7 +158,7 @@ def load_run(folder: Path | str) -> LoadedRun:
 
 
 def _beside(folder: Path) -> tuple[Tokenizer, Recipe]:
-    return Tokenizer.load(folder / TOKENIZER), load_recipe(folder / RECIPE)
+    return Tokenizer.load(folder / TOKENIZER), load_stored_recipe(folder / RECIPE)
 
 
 def _state(folder: Path) -> RunState:

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from reluformer.config.migration import RENAMED_FIELDS
 from reluformer.errors import UserError
 
 T = TypeVar("T")
@@ -126,7 +127,8 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
 
 
 def _unknown(path: str, key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+    renamed = RENAMED_FIELDS.get(key)
+    close = [renamed] if renamed in known else difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{path} is not a known field; {hint}known: {', '.join(sorted(known))}"
 

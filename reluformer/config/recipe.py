@@ -14,6 +14,7 @@ import yaml
 from reluformer import recipes
 from reluformer.config import yaml_lines
 from reluformer.config.dataclasses_io import build, override, to_dict
+from reluformer.config.migration import migrate
 from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.model.config import ModelConfig
@@ -281,6 +282,15 @@ def load_recipe(source: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         return recipe_from(override(document.values, assigned))
     except UserError as error:
         raise document.located(error, assigned) from None
+
+
+def load_stored_recipe(path: Path) -> Recipe:
+    """The recipe that a run of this or an earlier version has stored in its folder."""
+    document = yaml_lines.read(path)
+    try:
+        return recipe_from(migrate(document.values))
+    except UserError as error:
+        raise document.located(error, {}) from None
 
 
 def recipe_from(values: Mapping[str, Any]) -> Recipe:

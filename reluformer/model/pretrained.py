@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from reluformer.config.dataclasses_io import build, to_dict
+from reluformer.config.migration import migrate
 from reluformer.errors import UserError
 from reluformer.files import atomic_path, write_json
 from reluformer.model.config import ModelConfig
@@ -45,7 +46,7 @@ def load_pretrained(cls: type[M], folder: Path) -> M:
         raise UserError(f"{path} is not of format {FORMAT}")
     if description.get("model") != cls.__name__:
         raise UserError(f"{path} describes a {description.get('model')}, not a {cls.__name__}")
-    model = cls(build(ModelConfig, description.get("config"), "config"))
+    model = cls(build(ModelConfig, migrate(description.get("config")), "config"))
     load_tensors(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
     return model.eval()
 

@@ -13,7 +13,7 @@ import torch
 
 import reluformer
 from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER
-from reluformer.config.recipe import Recipe, first_difference, load_recipe
+from reluformer.config.recipe import Recipe, first_difference, load_stored_recipe
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, write_json
 from reluformer.info import commit
@@ -36,7 +36,7 @@ def check_recipe(run: Path, recipe: Recipe) -> None:
     if run.exists() and not run.is_dir():
         raise UserError(f"{run} is not a folder")
     if (run / RECIPE).is_file():
-        difference = first_difference(load_recipe(run / RECIPE), recipe)
+        difference = first_difference(load_stored_recipe(run / RECIPE), recipe)
         if difference is not None:
             raise UserError(f"{run} holds a run of another recipe: {difference}")
     elif run.is_dir():
