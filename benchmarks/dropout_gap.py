@@ -31,10 +31,10 @@ from reluformer.files import write_text
 from reluformer.info import commit, info
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
+from reluformer.processes import Processes
 from reluformer.train.data import load_data
 from reluformer.train.initialise import autocast
 from reluformer.train.objective import inputs, real_rows
-from reluformer.train.processes import Processes
 from reluformer.train.rescale_scores import score_multiplier
 from reluformer.train.validation import dev_loss
 

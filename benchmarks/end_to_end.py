@@ -41,10 +41,10 @@ from reluformer.files import write_json
 from reluformer.info import commit, info
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
+from reluformer.processes import Processes, processes
 from reluformer.train.cuda_graph import Graphs
 from reluformer.train.initialise import autocast, torch_settings
 from reluformer.train.objective import Objective, inputs
-from reluformer.train.processes import Processes, processes
 from reluformer.train.schedules import learning_rate, step_seed
 from reluformer.train.trainer_state import Learner, compiles, replays
 
@@ -144,7 +144,7 @@ def train(
     parts: int, recipe: Recipe, plan: Plan, data: list[Batch], start: dict[str, Any], told: bool
 ) -> dict[str, Any]:
     """Losses, speed and memory of one run."""
-    with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
+    with processes(recipe.train.device) as group, torch_settings(recipe.train, group.device):
         cuda = group.device.type == "cuda"
         model = ReLUFormer(recipe.model_with(plan.vocabulary)).to(group.device)
         # Softmax has no gammas and thresholds to load.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from reluformer.errors import UserError
+from reluformer.errors import Diverged, UserError
 
 if TYPE_CHECKING:
     from reluformer.evaluation.scores import Evaluation
@@ -51,9 +51,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             _fail(f"{error.filename} cannot be used: {error.strerror}", MISTAKE)
         except KeyboardInterrupt:
             _fail("interrupted", INTERRUPTED)
-        except RuntimeError as error:
-            if type(error).__name__ != "Diverged":
-                raise
+        except Diverged as error:
             _fail(str(error), DIVERGED)
         raise AssertionError
 

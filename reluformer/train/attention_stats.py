@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reluformer.model.records import AttentionRecord
 from reluformer.ops import Stats
-from reluformer.train.processes import Processes
+from reluformer.processes import Processes
 
 
 class SiteStatistics(NamedTuple):

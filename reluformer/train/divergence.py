@@ -2,6 +2,7 @@
 
 import math
 
+from reluformer.errors import Diverged
 from reluformer.train.attention_stats import Attention, IntervalLosses
 
 # Seen in trials long before the loss tells: every query reads one key and never another again.
@@ -9,17 +10,6 @@ _COLLAPSED_ENTROPY = 0.1
 _COLLAPSED_ZEROS = 0.95
 # Healthy runs have next to none; runs that lose a quarter go on to lose more.
 _MANY_DEAD_ROWS = 0.25
-
-
-class Diverged(RuntimeError):
-    """Training failed at `step`. The command line exits with status 3."""
-
-    def __init__(self, step: int, reason: str, attention: Attention) -> None:
-        seen = " | ".join(f"{site} {statistics}" for site, statistics in attention.items())
-        super().__init__(
-            f"training diverged by step {step}: {reason}" + (f" | {seen}" * bool(seen))
-        )
-        self.step = step
 
 
 class Guard:

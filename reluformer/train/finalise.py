@@ -11,9 +11,9 @@ from reluformer.data.tokenizer import Tokenizer
 from reluformer.files import atomic_folder
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import distinct_tensors, load_tensors
+from reluformer.processes import Processes
 from reluformer.train.data import TrainingData
 from reluformer.train.initialise import autocast
-from reluformer.train.processes import Processes
 from reluformer.train.rescale_scores import Tempered, rescale_scores
 from reluformer.train.validation import dev_loss
 

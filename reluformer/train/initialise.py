@@ -18,10 +18,10 @@ from reluformer.model.config import AttentionConfig, Site
 from reluformer.model.gamma import Gamma
 from reluformer.model.pretrained import WEIGHTS, distinct_tensors, load_tensors
 from reluformer.ops.family.table import ATTENTIONS
+from reluformer.processes import Processes
 from reluformer.train.attention_stats import Attention
 from reluformer.train.data import TrainingData, calibration_batches
 from reluformer.train.objective import inputs
-from reluformer.train.processes import Processes
 from reluformer.train.trainer_state import Learner
 from reluformer.train.validation import watch
 

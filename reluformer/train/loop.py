@@ -17,6 +17,7 @@ from reluformer.config.recipe import Recipe
 from reluformer.data.batches import Batch, prefetch
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
+from reluformer.processes import Processes, own_rank, processes
 from reluformer.train import run_dir
 from reluformer.train.attention_stats import Attention, IntervalLosses, Meter
 from reluformer.train.cuda_graph import Graphs
@@ -26,7 +27,6 @@ from reluformer.train.finalise import finish
 from reluformer.train.initialise import autocast, begin, newest_step, take_weights, torch_settings
 from reluformer.train.metrics import Metrics
 from reluformer.train.objective import Objective
-from reluformer.train.processes import Processes, own_rank, processes
 from reluformer.train.progress import Plain, Reporter, reporter
 from reluformer.train.schedules import learning_rate, step_seed
 from reluformer.train.trainer_state import compiles, replays
@@ -51,7 +51,7 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     run = Path(out)
     run_dir.check_recipe(run, recipe)
     if not run_dir.is_finished(run):
-        with processes(recipe.train) as group, torch_settings(recipe.train, group.device):
+        with processes(recipe.train.device) as group, torch_settings(recipe.train, group.device):
             _train(recipe, run, group, quiet)
     elif not quiet and own_rank() == 0:
         Plain().say(f"{run} is finished already: {run / checkpoint.MODEL}")

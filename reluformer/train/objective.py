@@ -15,7 +15,8 @@ from reluformer.model.config import ModelConfig, Site
 from reluformer.model.losses import AttentionSums, attention_sums, mean_losses, translation_loss
 from reluformer.model.records import AttentionRecord, Record
 from reluformer.ops.family.table import lookup
-from reluformer.train.processes import Parallel, Processes
+from reluformer.processes import Processes
+from reluformer.train.data_parallel import Parallel
 from reluformer.train.schedules import regulariser_share
 
 _SITES: tuple[Site, ...] = ("encoder", "decoder", "cross")

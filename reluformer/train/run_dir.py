@@ -18,8 +18,8 @@ from reluformer.errors import UserError
 from reluformer.files import PARTIAL, write_json
 from reluformer.info import commit
 from reluformer.model.pretrained import CONFIG
+from reluformer.processes import Processes
 from reluformer.train.data import TrainingData
-from reluformer.train.processes import Processes
 
 RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
 

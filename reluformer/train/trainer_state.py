@@ -11,7 +11,8 @@ from reluformer.checkpoint import Tensors
 from reluformer.config.recipe import TrainConfig
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import distinct_tensors
-from reluformer.train.processes import Processes, alike, parallelise, whole
+from reluformer.processes import Processes
+from reluformer.train.data_parallel import alike, parallelise, whole
 
 
 class Learner:

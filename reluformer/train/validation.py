@@ -11,10 +11,10 @@ from reluformer.data.corpus import Side
 from reluformer.data.tokenizer import SEP, Tokenizer
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
+from reluformer.processes import Processes
 from reluformer.train.attention_stats import Attention, attention_statistics
 from reluformer.train.data import Split
 from reluformer.train.objective import inputs, real_rows
-from reluformer.train.processes import Processes
 from reluformer.translation.search import SearchConfig, search
 
 _WATCHED_ROWS = 64

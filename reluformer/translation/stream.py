@@ -18,6 +18,7 @@ import torch.distributed as dist
 from reluformer.data.text import DOCUMENT, MAX_LINE_BYTES
 from reluformer.errors import UserError
 from reluformer.files import atomic_path
+from reluformer.processes import processes
 from reluformer.translation.translator import Translator
 
 log = logging.getLogger("reluformer")
@@ -245,10 +246,7 @@ def target(path: Path | None) -> Iterator[BinaryIO]:
 @contextmanager
 def joined(device: Literal["cpu", "cuda"] | None) -> "Iterator[Peers]":
     """This process among those that torchrun started, or alone."""
-    from reluformer.config.recipe import TrainConfig
-    from reluformer.train.processes import processes
-
-    with processes(TrainConfig(device=device)) as group:
+    with processes(device) as group:
         yield Peers(group.rank, group.world)
 
 

@@ -12,11 +12,12 @@ from torch._dynamo.utils import counters
 
 from reluformer.data.batches import Batch
 from reluformer.model import ReLUFormer
+from reluformer.processes import Processes
 from reluformer.train import train
 from reluformer.train.cuda_graph import Graphs, Work
 from reluformer.train.data import load_data
+from reluformer.train.data_parallel import parallelise
 from reluformer.train.objective import Objective
-from reluformer.train.processes import Processes, parallelise
 from reluformer.train.trainer_state import compile_layers
 from tests.train.tiny import tiny
 

@@ -15,10 +15,10 @@ from reluformer.config.recipe import first_difference
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.config import AttentionConfig, ModelConfig
+from reluformer.processes import Processes
 from reluformer.train import train
 from reluformer.train.data import load_data
 from reluformer.train.initialise import _check_weights_mean_the_same, begin, take_weights
-from reluformer.train.processes import Processes
 from tests.train.test_loop import assert_same, metrics, weights
 from tests.train.tiny import tiny
 

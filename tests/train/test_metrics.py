@@ -12,10 +12,10 @@ import torch
 from reluformer.errors import UserError
 from reluformer.model.records import AttentionRecord
 from reluformer.ops.stats import summarise
+from reluformer.processes import Processes
 from reluformer.train import train
 from reluformer.train.attention_stats import Meter, attention_statistics
 from reluformer.train.metrics import Metrics
-from reluformer.train.processes import Processes
 from reluformer.train.progress import reporter
 from tests.train.tiny import tiny
 

@@ -12,9 +12,10 @@ from reluformer.config.recipe import Recipe
 from reluformer.data.batches import Batch, Batches
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import attention_losses
+from reluformer.processes import Processes
 from reluformer.train.data import TrainingData, load_data
+from reluformer.train.data_parallel import Parallel, parallelise
 from reluformer.train.objective import Objective, inputs
-from reluformer.train.processes import Parallel, Processes, parallelise
 from tests.train.tiny import tiny
 
 ALONE = Processes(0, 1, torch.device("cpu"))

@@ -12,10 +12,10 @@ from reluformer.checkpoint import load_run
 from reluformer.errors import UserError
 from reluformer.model import ModelConfig, ReLUFormer
 from reluformer.model.config import AttentionConfig
+from reluformer.processes import Processes
 from reluformer.train import train
 from reluformer.train.data import load_data
 from reluformer.train.initialise import autocast
-from reluformer.train.processes import Processes
 from reluformer.train.rescale_scores import rescale_scores
 from reluformer.train.validation import dev_loss
 

@@ -9,10 +9,10 @@ import torch
 
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
+from reluformer.processes import Processes
 from reluformer.train import validation
 from reluformer.train.data import Split, TrainingData, load_data
 from reluformer.train.objective import inputs
-from reluformer.train.processes import Processes
 from reluformer.translation.search import Hypothesis
 from tests.train.tiny import tiny
 

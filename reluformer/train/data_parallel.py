@@ -1,70 +1,20 @@
-"""One process or many: who computes where, and what they tell each other.
+"""Data-parallel training: DDP (`replicate`) or FSDP2 (`shard`), both from torch.distributed.
 
-Everything is torch.distributed's: DDP where each process holds the model (`replicate`), FSDP2 where
-its weights are divided (`shard`). Both average gradients over processes; the loss of a process is
-therefore multiplied by their number, and sums over the global batch come out.
+Both average gradients over ranks. The loss of a rank is therefore multiplied by the number of
+ranks, so that gradients are sums over the global batch.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from reluformer.config.recipe import TrainConfig
-from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
-
-
-@dataclass(frozen=True)
-class Processes:
-    """This process among its peers."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @property
-    def main(self) -> bool:
-        """Whether this process writes files and reports."""
-        return self.rank == 0
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over all processes, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def wait(self) -> None:
-        """Return when every process has come here."""
-        if self.world > 1:
-            dist.barrier()
-
-
-def own_rank() -> int:
-    """The number that torchrun gave this process, 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
-@contextmanager
-def processes(config: TrainConfig) -> Iterator[Processes]:
-    """Join the group that torchrun started, or be alone."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = _device(config, int(os.environ.get("LOCAL_RANK", "0")))
-    if world == 1:
-        yield Processes(0, 1, device)
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    try:
-        yield Processes(own_rank(), world, device)
-    finally:
-        dist.destroy_process_group()
+from reluformer.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -139,19 +89,3 @@ def _shard(model: ReLUFormer) -> Parallel:
                 unit.reshard()
 
     return Parallel(model, model, last_only, whole_model)
-
-
-def _device(config: TrainConfig, local_rank: int) -> torch.device:
-    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    found = torch.cuda.device_count()
-    if found == 0:
-        raise UserError("device is cuda, but torch finds no GPU here")
-    if local_rank >= found:
-        raise UserError(
-            f"device is cuda and each process needs a GPU of its own, but this is process "
-            f"{local_rank + 1} and torch finds {found}"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
