@@ -11,6 +11,25 @@ from reluformer.ops.family.table import ATTENTIONS
 Site = Literal["encoder", "decoder", "cross"]
 
 
+_PAPER_ATTENTION: dict[str, Any] = {
+    "power": 1,
+    "row_normalise": None,
+    "length_exponent": 0.5,
+    "row_sum_init": None,
+    "threshold": "fixed",
+    "threshold_init": 0.0,
+}
+_PAPER_MODEL: dict[str, Any] = {
+    "width": 512,
+    "heads": 4,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "slots": 1024,
+    "norm": "post",
+    "dropout": 0.3,
+}
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """One kind of attention and how its scale starts and learns.
@@ -66,16 +85,15 @@ class AttentionConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """ReLUFormer as published: ReLU(s) / (gamma sqrt(n / 2)), nothing calibrated."""
-        published: dict[str, Any] = {
-            "power": 1,
-            "row_normalise": None,
-            "length_exponent": 0.5,
-            "row_sum_init": None,
-            "threshold": "fixed",
-            "threshold_init": 0.0,
-        }
-        return cls(**{**published, **changes})
+        """The published attention: ReLU(s) / (gamma sqrt(n/2)), gamma learned from 1.
+
+        `ModelConfig.paper` is the whole model; the shipped recipe `paper` adds the two losses and
+        the training settings.
+
+        Args:
+            **changes: Fields that replace published values.
+        """
+        return cls(**{**_PAPER_ATTENTION, **changes})
 
     @property
     def fixed_options(self) -> dict[str, Any]:
@@ -139,6 +157,17 @@ class ModelConfig:
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(f"rotary positions need an even head width, got {self.head_width}")
         _check_share("dropout", self.dropout)
+
+    @classmethod
+    def paper(cls, vocabulary: int, **changes: Any) -> Self:
+        """The published IWSLT14 model: post-norm, 6+6 layers, `AttentionConfig.paper` at all sites.
+
+        Args:
+            vocabulary: Number of token ids.
+            **changes: Fields that replace published values.
+        """
+        published = {**_PAPER_MODEL, "attention": AttentionConfig.paper()}
+        return cls(vocabulary, **{**published, **changes})
 
     @property
     def head_width(self) -> int:

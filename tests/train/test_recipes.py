@@ -1,4 +1,4 @@
-"""Every shipped recipe trains, at a size that a test can afford."""
+"""Shipped recipes: each trains at a small size, and `paper` holds the published values."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 
 from reluformer import recipes
 from reluformer.checkpoint import load_run
+from reluformer.config.dataclasses_io import to_dict
 from reluformer.config.recipe import load_recipe
+from reluformer.model import AttentionConfig, ModelConfig
 from reluformer.train import train
 
 SMALL = [
@@ -39,3 +41,69 @@ def test_a_shipped_recipe_trains(name: str, tmp_path: Path) -> None:
     last = [record for record in records if "dev" in record][-1]
     assert last["step"] == 3 and set(last["dev"]) == {"nll", "bleu"}
     assert load_run(tmp_path).recipe == recipe
+
+
+PUBLISHED = {
+    "model": {
+        "width": 512,
+        "heads": 4,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "slots": 1024,
+        "memory": "relu",
+        "norm": "post",
+        "positions": "sinusoidal",
+        "dropout": 0.3,
+        "encoder_attention": None,
+        "decoder_attention": None,
+        "cross_attention": None,
+    },
+    "attention": {
+        "kind": "relu",
+        "power": 1,
+        "row_normalise": None,
+        "length_exponent": 0.5,
+        "gamma": "layer",
+        "gamma_init": 1.0,
+        "row_sum_init": None,
+        "threshold": "fixed",
+        "threshold_init": 0.0,
+        "dropout": 0.0,
+    },
+    "train": {
+        "batch_tokens": 4096,
+        "lr": 5e-4,
+        "warmup": 4000,
+        "schedule": "inverse_sqrt",
+        "betas": [0.9, 0.98],
+        "weight_decay": 1e-4,
+        "smoothing": 0.1,
+        "normalisation_weight": 0.05,
+        "entropy_weight": 0.05,
+        "entropy_margin": 0.7,
+        "entropy_every": 1,
+        "sample_rows": None,
+        "regulariser_warmup": 0,
+    },
+    "decode": {"beam": 5, "max_ratio": 1.2, "max_extra": 10},
+}
+
+
+def test_the_paper_recipe_has_every_published_value() -> None:
+    recipe = load_recipe("paper")
+    assert recipe.model == ModelConfig.paper(recipe.model.vocabulary)
+    assert recipe.model.attention == AttentionConfig.paper()
+    values = to_dict(recipe)
+    values["attention"] = values["model"].pop("attention")
+    for section, fields in PUBLISHED.items():
+        assert {name: values[section][name] for name in fields} == fields
+
+
+def test_the_paper_recipe_minimises_both_losses(tmp_path: Path) -> None:
+    changes = ["data.source=sample", "train.batch_tokens=1024", "train.steps=2"]
+    recipe = load_recipe("paper", [*SMALL, *changes])
+    train(recipe, tmp_path, quiet=True)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["normalisation"] > 0 and record["entropy"] > 0 for record in steps)
