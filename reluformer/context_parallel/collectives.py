@@ -7,18 +7,15 @@ least; other traffic has the dtype of the tensors. Several tensors that are summ
 side, in one collective.
 """
 
+# Builds of torch without distributed support have no `dist.ProcessGroup` to annotate with.
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# torch 2.13 gives these new names and warns of the old ones.
-if hasattr(dist, "all_gather_single"):
-    _all_gather_into, _reduce_scatter_into = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather_into, _reduce_scatter_into = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -112,7 +109,11 @@ def _all_gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Ten
     # Chunks come first on the wire, so that one copy on either side puts them in place.
     sent = torch.stack(shard.chunk(2, dim))
     received = sent.new_empty((2 * ranks, *sent.shape[1:]))
-    _all_gather_into(received, sent, group=group)
+    # torch 2.13 renames the collective and deprecates the old name.
+    if hasattr(dist, "all_gather_single"):
+        dist.all_gather_single(received, sent, group=group)
+    else:
+        dist.all_gather_into_tensor(received, sent, group=group)
     parts = dict(zip(_order(ranks), received, strict=True))
     return torch.cat([parts[chunk] for chunk in range(2 * ranks)], dim)
 
@@ -122,7 +123,10 @@ def _reduce_scatter(whole: Tensor, dim: int, group: dist.ProcessGroup | None) ->
     chunks = whole.chunk(2 * ranks, dim)
     sent = torch.stack([chunks[chunk] for chunk in _order(ranks)])
     received = sent.new_empty((2, *sent.shape[1:]))
-    _reduce_scatter_into(received, sent, group=group)
+    if hasattr(dist, "reduce_scatter_single"):
+        dist.reduce_scatter_single(received, sent, group=group)
+    else:
+        dist.reduce_scatter_tensor(received, sent, group=group)
     return torch.cat(received.unbind(), dim)
 
 

@@ -23,15 +23,12 @@ from torch.nn import functional
 
 from reluformer.context_parallel import partial_sums
 from reluformer.context_parallel.collectives import gather, scatter_sum
-from reluformer.context_parallel.sharded_cache import ShardedCache
 from reluformer.context_parallel.sharding import ShardedSequence
 from reluformer.errors import UserError
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.stats import Stats
 from reluformer.ops.visibility import Visibility
-
-__all__ = ["ShardedCache", "ShardedSequence", "attention"]
 
 
 @overload

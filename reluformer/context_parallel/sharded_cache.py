@@ -3,6 +3,8 @@
 With `row_normalise` that sum has one column more, of row sums.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +16,7 @@ from reluformer.context_parallel import partial_sums
 from reluformer.context_parallel.collectives import add_up
 from reluformer.context_parallel.sharding import ShardedSequence, check_group
 from reluformer.errors import UserError
-from reluformer.model.kv_cache import GrowingCache
-from reluformer.model.records import KeyValues
+from reluformer.ops.growing_buffer import append_slots
 from reluformer.ops.visibility import Visibility
 
 
@@ -32,8 +33,8 @@ class ShardedCache:
         self.group, self.rank = group, dist.get_rank(group)
         self.loads = [0] * dist.get_world_size(group)
         """Tokens on each rank."""
-        self._stored = GrowingCache()
-        self._held: KeyValues | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
         self._positions = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -80,12 +81,15 @@ class ShardedCache:
         and all before it. The other arguments are those of `reluformer.attention`.
         """
         row = partial_sums.additive(name)
-        if self._held is None or not 0 < q.shape[2] <= self.length:
+        if self._keys is None or self._values is None or not 0 < q.shape[2] <= self.length:
             raise UserError(
                 f"q must hold queries [B, H, Tq, D] of the last Tq of the {self.length} tokens in "
                 f"the cache, got shape {list(q.shape)}"
             )
-        call = partial_sums.checked_call(row, q, *self._held, options, scale=scale)
+        stored = len(self._positions)
+        call = partial_sums.checked_call(
+            row, q, self._keys[:, :, :stored], self._values[:, :, :stored], options, scale=scale
+        )
         position = torch.arange(self.length - q.shape[2], self.length, device=q.device)
         mask = None
         if q.shape[2] > 1:
@@ -97,5 +101,7 @@ class ShardedCache:
         return partial_sums.combine(row, options, sums, position.view(1, 1, -1) + 1, q.dtype)
 
     def _store(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        self._held = self._stored.append(KeyValues(k, v))
+        stored = len(self._positions)
+        self._keys = append_slots(self._keys, stored, k)
+        self._values = append_slots(self._values, stored, v)
         self._positions = torch.cat([self._positions.to(positions), positions])

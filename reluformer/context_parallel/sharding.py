@@ -1,5 +1,7 @@
 """How a sequence lies on the ranks of a process group."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,11 +1,13 @@
 """Multi-head attention: a local memory whose keys and values are other tokens."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from reluformer import context_parallel
+from reluformer.context_parallel import ShardedSequence
 from reluformer.errors import UserError
 from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.model.gamma import Gamma
@@ -19,9 +21,6 @@ from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import lookup
 from reluformer.ops.stats import RowSums, Stats
 from reluformer.ops.visibility import Visibility
-
-if TYPE_CHECKING:
-    from reluformer.context_parallel.sharding import ShardedSequence
 
 
 class Attended(NamedTuple):
@@ -114,7 +113,7 @@ class MultiHeadAttention(nn.Module):
         record: Record = "nothing",
         sample_rows: int | None = None,
         entropy_every: int = 1,
-        sequence: "ShardedSequence | None" = None,
+        sequence: ShardedSequence | None = None,
     ) -> Attended:
         """Attend from x [B, Tq, width] to a projected context, or to x itself when it is None.
 
@@ -201,15 +200,12 @@ class MultiHeadAttention(nn.Module):
         self,
         q: Tensor,
         context: KeyValues,
-        sequence: "ShardedSequence",
+        sequence: ShardedSequence,
         key_lengths: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
         """What the heads read, [B, H, T, D], of this rank's tokens."""
-        # One process does without: the distributed package builds on this one.
-        from reluformer.context_parallel.sharded_attention import attention
-
-        heads: Tensor = attention(
+        heads: Tensor = context_parallel.attention(
             self.row.name,
             q,
             *context,

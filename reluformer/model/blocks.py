@@ -1,18 +1,16 @@
 """The blocks both models are built of: a residual branch, an encoder layer, a decoder layer."""
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
+from reluformer.context_parallel import ShardedSequence
 from reluformer.model.attention import Attended, MultiHeadAttention
 from reluformer.model.config import ModelConfig
 from reluformer.model.gamma import Gamma
 from reluformer.model.kv_cache import GrowingCache
 from reluformer.model.memory import KeyValueMemory
 from reluformer.model.records import KeyValues, Record
-
-if TYPE_CHECKING:
-    from reluformer.context_parallel.sharding import ShardedSequence
 
 
 class ForwardOptions(NamedTuple):
@@ -25,7 +23,7 @@ class ForwardOptions(NamedTuple):
     record: Record = "nothing"
     sample_rows: int | None = None
     entropy_every: int = 1
-    sequence: "ShardedSequence | None" = None
+    sequence: ShardedSequence | None = None
 
 
 class Residual(nn.Module):

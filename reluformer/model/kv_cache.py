@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reluformer.model.records import KeyValues
+from reluformer.ops.growing_buffer import append_slots
 
 # Slots by which a tree grows before those that no hypothesis descends from any more are dropped.
 _GROWTH = 128
@@ -29,10 +30,8 @@ class GrowingCache:
     def append(self, new: KeyValues) -> KeyValues:
         """Store the new tokens' keys and values [B, Hkv, t, D]; return all so far."""
         end = self.slots + new.keys.shape[2]
-        self.keys = _with_room(self.keys, new.keys, self.slots, end)
-        self.values = _with_room(self.values, new.values, self.slots, end)
-        self.keys[:, :, self.slots : end] = new.keys
-        self.values[:, :, self.slots : end] = new.values
+        self.keys = append_slots(self.keys, self.slots, new.keys)
+        self.values = append_slots(self.values, self.slots, new.values)
         self.slots = end
         return KeyValues(self.keys[:, :, :end], self.values[:, :, :end])
 
@@ -126,13 +125,3 @@ class DecoderState:
         for cache in self.layers:
             cache.keep(slots)
         self._compact_at = most + _GROWTH
-
-
-def _with_room(buffer: Tensor | None, new: Tensor, length: int, end: int) -> Tensor:
-    if buffer is not None and buffer.shape[2] >= end:
-        return buffer
-    rows, heads, _, width = new.shape
-    grown = new.new_zeros(rows, heads, max(2 * length, end, 16), width)
-    if buffer is not None:
-        grown[:, :, :length] = buffer[:, :, :length]
-    return grown

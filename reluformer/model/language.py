@@ -1,18 +1,14 @@
 """ReLUFormerLM: the decoder alone, as a language model."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
+from reluformer.context_parallel import ShardedSequence
 from reluformer.model.base import Model, as_records, final_norm, shared_gamma
 from reluformer.model.blocks import DecoderLayer, ForwardOptions
 from reluformer.model.config import ModelConfig
 from reluformer.model.kv_cache import DecoderState, GrowingCache
 from reluformer.model.positions import Start
 from reluformer.model.records import AttentionRecord, Output, Record
-
-if TYPE_CHECKING:
-    from reluformer.context_parallel.sharding import ShardedSequence
 
 
 class ReLUFormerLM(Model):
@@ -34,12 +30,12 @@ class ReLUFormerLM(Model):
         record: Record = "nothing",
         sample_rows: int | None = None,
         entropy_every: int = 1,
-        sequence: "ShardedSequence | None" = None,
+        sequence: ShardedSequence | None = None,
     ) -> Output:
         """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end.
 
         With a `sequence` that several ranks share, tokens are this rank's shard of it, and so are
-        the logits; nothing can be recorded then (see `reluformer.context_parallel.sharded_attention`).
+        the logits; nothing can be recorded then (see `reluformer.context_parallel`).
         """
         options = ForwardOptions(lengths, record, sample_rows, entropy_every, sequence)
         start: Start = 0

@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from reluformer import attention
-from reluformer.context_parallel import collectives, sharded_attention
+from reluformer.context_parallel import ShardedSequence, collectives, sharded_attention
 from reluformer.context_parallel.collectives import scatter_sum
-from reluformer.context_parallel.sharded_attention import ShardedSequence
 from tests.ops.inputs import make, tensor_options
 
 CHECKS: dict[str, Callable[[dist.ProcessGroup], None]] = {}
@@ -86,7 +85,12 @@ CASES: dict[str, dict[str, Any]] = {
     "slope": {"negative_slope": 0.2, "causal": True},
     # Rows that see nothing, rows without weight, and the learned options in both sums.
     "divided squares": {"power": 2, "row_normalise": 0.1, "lengths": (0, 9)},
-    "divided fourth powers": {"power": 4, "row_normalise": 1e-4, "causal": True, "lengths": (1, 10)},
+    "divided fourth powers": {
+        "power": 4,
+        "row_normalise": 1e-4,
+        "causal": True,
+        "lengths": (1, 10),
+    },
     "divided, without masks": {**CPU, "power": 4, "row_normalise": 0.01, "causal": True},
     "without masks": {**CPU, "causal": True, "lengths": (4, 11)},
     "without masks, full": {**CPU, "lengths": (4, 11)},

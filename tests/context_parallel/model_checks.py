@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from reluformer import ReLUFormerLM, attention
-from reluformer.context_parallel.sharded_attention import ShardedCache, ShardedSequence
+from reluformer.context_parallel import ShardedCache, ShardedSequence
 from tests.context_parallel.checks import CHECKS, check, close
 from tests.model.factory import small
 from tests.model.factory import tokens as random_tokens

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from reluformer import attention
-from reluformer.context_parallel import sharded_attention
-from reluformer.context_parallel.sharded_attention import ShardedCache, ShardedSequence
+from reluformer.context_parallel import ShardedCache, ShardedSequence, sharded_attention
 from tests.ops.inputs import make
 
 pytestmark = [

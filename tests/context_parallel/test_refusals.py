@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from reluformer import ATTENTIONS, ReLUFormerLM, UserError
-from reluformer.context_parallel.sharded_attention import ShardedCache, ShardedSequence, attention
+from reluformer.context_parallel import ShardedCache, ShardedSequence, attention
 from tests.model.factory import small, tokens
 from tests.ops.inputs import make
 
