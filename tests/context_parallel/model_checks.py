@@ -1,4 +1,4 @@
-"""What ranks check together beside attention itself: decoding, models, the documented code."""
+"""Checks that all ranks of a group run: decoding, models, and the code of the documentation."""
 
 import re
 from functools import partial
@@ -10,14 +10,15 @@ import torch.distributed as dist
 
 from reluformer import ReLUFormerLM, attention
 from reluformer.context_parallel import ShardedCache, ShardedSequence
-from tests.context_parallel.checks import CHECKS, check, close
+from tests.context_parallel.attention_checks import CHECKS, check, close
+from tests.context_parallel.processes import WORLD, Check
 from tests.model.factory import small
 from tests.model.factory import tokens as random_tokens
 from tests.ops.inputs import make, tensor_options
 
 
 def decode(group: dist.ProcessGroup, name: str, prompt: int, step: int, **numbers: float) -> None:
-    """Decoding from a divided cache equals attention over the whole text, token by token."""
+    """Decoding from a sharded cache equals attention over the whole sequence, token by token."""
     length = 23
     q, k, v = make(rows=length, keys=length)
     options: dict[str, Any] = {**tensor_options(name, q[:, :, :1], v), **numbers}
@@ -38,12 +39,12 @@ def decode(group: dist.ProcessGroup, name: str, prompt: int, step: int, **number
 
 
 for _name in ("relu", "rela", "cosine_relu", "squared_relu"):
-    CHECKS[f"decode {_name}"] = partial(decode, name=_name, prompt=0, step=1)
-CHECKS["decode after a prompt"] = partial(decode, name="relu", prompt=9, step=1)
-CHECKS["decode several tokens at once"] = partial(decode, name="relu", prompt=3, step=5)
+    CHECKS[f"decode {_name}"] = Check(partial(decode, name=_name, prompt=0, step=1))
+CHECKS["decode after a prompt"] = Check(partial(decode, name="relu", prompt=9, step=1))
+CHECKS["decode several tokens at once"] = Check(partial(decode, name="relu", prompt=3, step=5))
 for _power in (2, 4):
-    CHECKS[f"decode with a divisor, power {_power}"] = partial(
-        decode, name="relu", prompt=9, step=_power, power=_power, row_normalise=0.01
+    CHECKS[f"decode row-normalised, power {_power}"] = Check(
+        partial(decode, name="relu", prompt=9, step=_power, power=_power, row_normalise=0.01)
     )
 
 
@@ -66,30 +67,33 @@ def model_agrees(group: dist.ProcessGroup, **settings: Any) -> None:
 
 
 for _positions in ("sinusoidal", "rotary"):
-    CHECKS[f"model with {_positions} positions"] = partial(
+    CHECKS[f"model with {_positions} positions"] = Check(
+        partial(
+            model_agrees,
+            positions=_positions,
+            kv_heads=2,
+            attention_gamma="head",
+            attention_threshold="head",
+            attention_threshold_init=-0.1,
+            attention_output_norm=True,
+        )
+    )
+CHECKS["row-normalised model"] = Check(
+    partial(
         model_agrees,
-        positions=_positions,
-        kv_heads=2,
         attention_gamma="head",
         attention_threshold="head",
         attention_threshold_init=-0.1,
-        attention_output_norm=True,
+        attention_options={"power": 4, "row_normalise": 1e-2},
     )
-CHECKS["model with a divisor"] = partial(
-    model_agrees,
-    attention_gamma="head",
-    attention_threshold="head",
-    attention_threshold_init=-0.1,
-    attention_options={"power": 4, "row_normalise": 1e-2},
 )
 
 
-@check
+@check(sizes=(WORLD,))
 def documented_code_runs(group: dist.ProcessGroup) -> None:
-    if dist.get_world_size(group) == dist.get_world_size():
-        path = Path(__file__).parents[2] / "docs" / "context-parallel.md"
-        names: dict[str, Any] = {}
-        for code in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
-            exec(compile(code, str(path), "exec"), names)
-        assert names["whole"].shape == (1, 4, 1001, 16)
-        assert names["cache"].length == 1011
+    path = Path(__file__).parents[2] / "docs" / "context-parallel.md"
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
+        exec(compile(code, str(path), "exec"), names)
+    assert names["whole"].shape == (1, 4, 1001, 16)
+    assert names["cache"].length == 1011

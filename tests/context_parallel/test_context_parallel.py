@@ -1,14 +1,30 @@
 """Attention over ranks equals attention in one process: real processes, gloo, float64."""
 
-from pathlib import Path
+import pytest
 
 from tests.context_parallel import model_checks
-from tests.context_parallel.processes import SIZES, run
+from tests.context_parallel.processes import run_checks
+
+# Under pytest-xdist with --dist loadgroup one worker runs the group, so processes start once.
+pytestmark = pytest.mark.xdist_group("context parallel processes")
 
 
-def test_ranks_agree_with_one_process(tmp_path: Path) -> None:
-    # One test, as processes are started once for all checks: these and those they build on.
-    found = run(model_checks, tmp_path)
-    errors = "\n".join(f"{name}: {error}" for name, error in found.items() if error)
-    assert not errors, errors
-    assert set(found) == {f"{name}-{ranks}" for name in model_checks.CHECKS for ranks in SIZES}
+@pytest.fixture(scope="session")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str]:
+    """Errors of all checks, by name and group size."""
+    return run_checks(model_checks, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, id=f"{name}-{ranks} ranks")
+        for name, check in model_checks.CHECKS.items()
+        for ranks in check.sizes
+    ],
+)
+def test_ranks_agree_with_one_process(
+    name: str, ranks: int, errors: dict[tuple[str, int], str]
+) -> None:
+    assert (name, ranks) in errors, "not run, because an earlier check of this group failed"
+    assert not errors[name, ranks], errors[name, ranks]

@@ -1,4 +1,4 @@
-"""What ranks check together: sharded attention against that of one process, in float64."""
+"""Checks that all ranks of a group run: sharded attention against one process, in float64."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from reluformer import attention
-from reluformer.context_parallel import ShardedSequence, collectives, sharded_attention
+from reluformer import attention, context_parallel
+from reluformer.context_parallel import ShardedSequence, collectives
 from reluformer.context_parallel.collectives import scatter_sum
+from tests.context_parallel.processes import SIZES, Check, GroupFunction
 from tests.ops.inputs import make, tensor_options
 
-CHECKS: dict[str, Callable[[dist.ProcessGroup], None]] = {}
+CHECKS: dict[str, Check] = {}
 MOVES = ("keys", "queries")
 
-# Lengths that 2, 4 and 6 chunks divide, that none divides, and fewer tokens than chunks.
+# Divisible by 2, 4 and 6 chunks; by none of them; fewer tokens than chunks.
 LENGTHS = (12, 13, 3)
 
 
@@ -48,7 +49,7 @@ def agree(
 
     shards = [sequence.shard(each.detach(), 2).requires_grad_() for each in whole]
     own = {key: value.detach().clone().requires_grad_() for key, value in options.items()}
-    output = sharded_attention.attention(
+    output = context_parallel.attention(
         name, *shards, sequence, move=move, impl=impl, **arguments, **own
     )
     close(sequence.unshard(output, 2), expected)
@@ -66,7 +67,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# This implementation refuses masks: blocks are full or causal, as the kernels want them. It rounds
+# The CPU backend refuses masks, so these cases show that blocks are full or causal. It rounds
 # tensor options to float32.
 CPU: dict[str, Any] = {"impl": "cpu", "learned": False, "gamma": 1.3, "threshold": 0.2}
 
@@ -76,22 +77,22 @@ CASES: dict[str, dict[str, Any]] = {
     "padding": {"lengths": (2, 9)},
     "padding beyond both ends": {"lengths": (0, 40)},
     "causal padding": {"causal": True, "lengths": (1, 10)},
-    "one key head": {"causal": True, "kv_heads": 1},
-    "as many key heads": {"causal": True, "kv_heads": 4},
+    "one key/value head": {"causal": True, "kv_heads": 1},
+    "no head groups": {"causal": True, "kv_heads": 4},
     "numbers": {"learned": False, "causal": True, "gamma": 1.7, "threshold": -0.3, "scale": 0.5},
     "power two": {"power": 2, "causal": True},
-    "no length": {"length_exponent": 0.0, "causal": True},
-    "other length": {"length_exponent": 0.8, "lengths": (5, 13)},
-    "slope": {"negative_slope": 0.2, "causal": True},
+    "length exponent 0": {"length_exponent": 0.0, "causal": True},
+    "length exponent 0.8": {"length_exponent": 0.8, "lengths": (5, 13)},
+    "negative slope": {"negative_slope": 0.2, "causal": True},
     # Rows that see nothing, rows without weight, and the learned options in both sums.
-    "divided squares": {"power": 2, "row_normalise": 0.1, "lengths": (0, 9)},
-    "divided fourth powers": {
+    "row-normalised squares": {"power": 2, "row_normalise": 0.1, "lengths": (0, 9)},
+    "row-normalised fourth powers": {
         "power": 4,
         "row_normalise": 1e-4,
         "causal": True,
         "lengths": (1, 10),
     },
-    "divided, without masks": {**CPU, "power": 4, "row_normalise": 0.01, "causal": True},
+    "row-normalised, without masks": {**CPU, "power": 4, "row_normalise": 0.01, "causal": True},
     "without masks": {**CPU, "causal": True, "lengths": (4, 11)},
     "without masks, full": {**CPU, "lengths": (4, 11)},
     **{
@@ -103,22 +104,27 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 for _move in MOVES:
     for _name, _case in CASES.items():
-        CHECKS[f"{_name}, {_move}"] = partial(agree, move=_move, **_case)
+        CHECKS[f"{_name}, {_move}"] = Check(partial(agree, move=_move, **_case))
     for _length in LENGTHS:
         for _causal in (False, True):
-            CHECKS[f"length {_length}, causal {_causal}, {_move}"] = partial(
-                agree, move=_move, length=_length, causal=_causal
+            CHECKS[f"length {_length}, causal {_causal}, {_move}"] = Check(
+                partial(agree, move=_move, length=_length, causal=_causal)
             )
-    CHECKS[f"one token, {_move}"] = partial(agree, move=_move, length=1, causal=True)
+    CHECKS[f"one token, {_move}"] = Check(partial(agree, move=_move, length=1, causal=True))
 
 
-def check(function: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
-    CHECKS[function.__name__] = function
-    return function
+def check(sizes: tuple[int, ...] = SIZES) -> Callable[[GroupFunction], GroupFunction]:
+    """Register a function as a check for groups of these sizes."""
+
+    def register(function: GroupFunction) -> GroupFunction:
+        CHECKS[function.__name__] = Check(function, sizes)
+        return function
+
+    return register
 
 
-@check
-def shards_hold_head_and_tail(group: dist.ProcessGroup) -> None:
+@check()
+def shards_hold_one_head_and_one_tail_chunk(group: dist.ProcessGroup) -> None:
     sequence, tokens = ShardedSequence(13, group), torch.arange(1, 14)
     shard = sequence.shard(tokens, 0)
     position = sequence.positions()
@@ -131,7 +137,7 @@ def shards_hold_head_and_tail(group: dist.ProcessGroup) -> None:
     close(sequence.unshard(sequence.shard(nested, -2), -2), nested)
 
 
-@check
+@check()
 def unshard_has_a_gradient(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(7, group)
     whole = torch.randn(7, dtype=torch.float64)
@@ -142,29 +148,29 @@ def unshard_has_a_gradient(group: dist.ProcessGroup) -> None:
     close(shard.grad, sequence.shard(2 * whole, 0) * sequence.ranks)
 
 
-@check
-def queries_read_another_sequence(group: dist.ProcessGroup) -> None:
+@check()
+def queries_attend_to_another_sequence(group: dist.ProcessGroup) -> None:
     targets, sources = ShardedSequence(5, group), ShardedSequence(17, group)
     whole = make(rows=5, keys=17)
     for lengths in (None, torch.tensor([17, 6])):
         expected = attention("relu", *whole, key_lengths=lengths)
         for move in MOVES:
             q, (k, v) = targets.shard(whole[0], 2), (sources.shard(t, 2) for t in whole[1:])
-            output = sharded_attention.attention(
+            output = context_parallel.attention(
                 "relu", q, k, v, targets, keys=sources, key_lengths=lengths, move=move
             )
             close(targets.unshard(output, 2), expected)
 
 
-@check
-def statistics_are_those_of_whole_rows(group: dist.ProcessGroup) -> None:
+@check()
+def statistics_cover_whole_rows(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(13, group)
     whole = make(rows=13, keys=13, requires_grad=True)
     arguments: dict[str, Any] = {"causal": True, "return_stats": True}
     lengths = torch.tensor([13, 4])
     expected = attention("relu", *whole, key_lengths=lengths, **arguments).stats
     shards = [sequence.shard(each.detach(), 2).requires_grad_() for each in whole]
-    found = sharded_attention.attention(
+    found = context_parallel.attention(
         "relu", *shards, sequence, key_lengths=lengths, **arguments
     ).stats
     for one, other in zip(found, expected, strict=True):
@@ -176,46 +182,44 @@ def statistics_are_those_of_whole_rows(group: dist.ProcessGroup) -> None:
         close(grad, sequence.shard(want, 2))
 
 
-@check
-def gathered_keys_can_be_gathered_again_instead_of_held(group: dist.ProcessGroup) -> None:
+@check()
+def activation_checkpointing_gathers_keys_again(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(13, group)
     shards = [sequence.shard(t, 2).requires_grad_() for t in make(rows=13, keys=13)]
-    attend = partial(sharded_attention.attention, "relu", sequence=sequence, causal=True)
+    attend = partial(context_parallel.attention, "relu", sequence=sequence, causal=True)
     outputs = [attend(*shards), checkpoint(attend, *shards, use_reentrant=False)]
     once, again = (torch.autograd.grad(o.square().sum(), shards) for o in outputs)
     for grad, want in zip(again, once, strict=True):
         close(grad, want)
 
 
-@check
-def ranks_have_equal_work_and_skip_what_no_row_sees(group: dist.ProcessGroup) -> None:
+@check()
+def ranks_have_equal_flops_and_skip_invisible_blocks(group: dist.ProcessGroup) -> None:
     chunk, width = 4, 8
     sequence = ShardedSequence(2 * chunk * dist.get_world_size(group), group)
     q, k, v = (torch.randn(1, 1, 2 * chunk, width) for _ in range(3))
     for move in MOVES:
         with FlopCounterMode(display=False) as counter:
-            sharded_attention.attention("relu", q, k, v, sequence, causal=True, move=move)
+            context_parallel.attention("relu", q, k, v, sequence, causal=True, move=move)
         blocks = 2 * sequence.ranks + 1
         assert counter.get_total_flops() == blocks * chunk**2 * 2 * 2 * width
 
 
-@check
-def fused_kernels_run_the_pieces(group: dist.ProcessGroup) -> None:
-    if dist.get_world_size(group) != 2:
-        # Interpreted kernels are slow; two ranks have every kind of piece.
-        return
+# Interpreted kernels are slow, and two ranks have every kind of piece.
+@check(sizes=(2,))
+def fused_kernels_compute_the_pieces(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(11, group)
     shape = {"rows": 11, "keys": 11, "heads": 2, "kv_heads": 1, "width": 16, "value_width": 16}
     whole = make(batch=1, **shape, requires_grad=True)
     lengths = torch.tensor([8])
-    # Gathered keys make ordinary calls, whose divisors have tests of their own.
-    divided = {"power": 4, "row_normalise": 0.1}
-    for move, options in (("keys", {}), ("queries", {}), ("queries", divided)):
+    # With move="keys" the calls are ordinary ones, whose row normalisation is tested elsewhere.
+    normalised = {"power": 4, "row_normalise": 0.1}
+    for move, options in (("keys", {}), ("queries", {}), ("queries", normalised)):
         arguments: dict[str, Any] = {"causal": True, "key_lengths": lengths, **options}
         expected = attention("relu", *whole, **arguments)
         wanted = torch.autograd.grad(expected.square().sum(), whole)
         shards = [sequence.shard(each.detach().float(), 2).requires_grad_() for each in whole]
-        output = sharded_attention.attention(
+        output = context_parallel.attention(
             "relu", *shards, sequence, move=move, impl="triton", **arguments
         )
         close(sequence.unshard(output, 2), expected.float(), tolerance=1e-5)
@@ -224,17 +228,17 @@ def fused_kernels_run_the_pieces(group: dist.ProcessGroup) -> None:
             close(grad, sequence.shard(want.float(), 2), tolerance=1e-4)
 
 
-@check
+@check()
 def sums_over_ranks_are_float32(group: dist.ProcessGroup) -> None:
     ranks = dist.get_world_size(group)
-    # 257 has no bfloat16.
+    # 257 is not representable in bfloat16.
     whole = torch.full((2 * ranks, 3), 256.0 if dist.get_rank(group) == 0 else 1.0).bfloat16()
     other = torch.full((2 * ranks, 1), 0.1).requires_grad_()
     whole.requires_grad_()
     sums = scatter_sum([whole, other], 0, group)
     assert all(each.dtype == torch.float32 for each in sums)
     assert sums[0].tolist() == [[255.0 + ranks] * 3] * 2
-    # Gradients keep what their own dtype holds, side by side.
+    # Each gradient keeps the precision of its own dtype.
     (1.001 * sums[0].sum() + 1.001 * sums[1].sum()).backward()
     for each in (whole, other):
         assert torch.equal(each.grad, torch.full_like(each, 1.001))
@@ -242,8 +246,8 @@ def sums_over_ranks_are_float32(group: dist.ProcessGroup) -> None:
     assert torch.equal(alone[0], sums[0])
 
 
-@check
-def half_precision_stays_close(group: dist.ProcessGroup) -> None:
+@check()
+def bfloat16_stays_close_to_float64(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(64, group)
     whole = [
         each.bfloat16().double().requires_grad_()
@@ -255,7 +259,7 @@ def half_precision_stays_close(group: dist.ProcessGroup) -> None:
         wanted = torch.autograd.grad(expected.sum(), whole)
         for move in MOVES:
             shards = [sequence.shard(e.detach().bfloat16(), 2).requires_grad_() for e in whole]
-            output = sharded_attention.attention("relu", *shards, sequence, move=move, **arguments)
+            output = context_parallel.attention("relu", *shards, sequence, move=move, **arguments)
             assert output.dtype == torch.bfloat16
             found = sequence.unshard(output, 2).double()
             assert (found - expected).norm() < 6e-3 * expected.norm()
@@ -263,23 +267,23 @@ def half_precision_stays_close(group: dist.ProcessGroup) -> None:
                 assert (sequence.unshard(grad, 2) - want).norm() < 1.2e-2 * want.norm()
 
 
-@check
+@check()
 def float16_does_not_overflow(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(64, group)
     shards = [torch.full((1, 1, sequence.shard_length, 4), 30.0).half() for _ in range(3)]
     for move in MOVES:
-        output = sharded_attention.attention("relu_n", *shards, sequence, move=move)
-        # 64 scores of 1800 times 30 are beyond its range, their mean is not.
+        output = context_parallel.attention("relu_n", *shards, sequence, move=move)
+        # 64 scores of 1800 times 30 exceed the range of float16; their mean does not.
         close(output, torch.full_like(output, 54000.0), tolerance=1e-3)
-        output = sharded_attention.attention(
+        output = context_parallel.attention(
             "relu", *shards, sequence, move=move, power=4, row_normalise=1e-4
         )
-        # So are sums of their fourth powers; weights that sum to one read what there is.
+        # Sums of fourth powers overflow too; normalised weights sum to one.
         close(output, torch.full_like(output, 30.0), tolerance=1e-3)
 
 
-@check
-def divisors_travel_with_what_they_divide(group: dist.ProcessGroup) -> None:
+@check()
+def row_sums_need_no_further_collective(group: dist.ProcessGroup) -> None:
     sequence = ShardedSequence(13, group)
     shards = [sequence.shard(t, 2).requires_grad_() for t in make(rows=13, keys=13)]
     for move in MOVES:
@@ -291,25 +295,23 @@ def divisors_travel_with_what_they_divide(group: dist.ProcessGroup) -> None:
                     collectives, "_reduce_scatter", wraps=collectives._reduce_scatter
                 ) as b,
             ):
-                sharded_attention.attention(
+                context_parallel.attention(
                     "relu", *shards, sequence, causal=True, move=move, row_normalise=row_normalise
                 ).sum().backward()
             sent.append((a.call_count, b.call_count))
         assert sent[0] == sent[1] == ((1, 1) if move == "keys" else (2, 2))
 
 
-@check
-def what_is_dropped_counts_in_its_divisor(group: dist.ProcessGroup) -> None:
-    if dist.get_world_size(group) != 1:
-        # Each rank draws for itself; one draws what a process without ranks does.
-        return
+# Each rank draws its own dropout mask; a single rank draws the mask of one process.
+@check(sizes=(1,))
+def dropped_weights_count_in_the_row_sum(group: dist.ProcessGroup) -> None:
     sequence, whole = ShardedSequence(12, group), make(rows=12, keys=12)
     arguments: dict[str, Any] = {"dropout_p": 0.5, "power": 2, "row_normalise": 0.1}
     for move in MOVES:
         found = []
         for attend in (
             attention,
-            partial(sharded_attention.attention, sequence=sequence, move=move),
+            partial(context_parallel.attention, sequence=sequence, move=move),
         ):
             torch.manual_seed(1)
             found.append(attend("relu", *whole, impl="reference", **arguments))
