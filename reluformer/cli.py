@@ -189,8 +189,10 @@ def translate(
 ) -> None:
     """Translate stdin to stdout, one line for each line."""
     from reluformer.files import write_json
-    from reluformer.translation.stream import LineReader, joined, source, target, translate_stream
+    from reluformer.translation.line_reader import LineReader
+    from reluformer.translation.stream import open_source, open_target, translate_stream
     from reluformer.translation.translator import Translator
+    from reluformer.translation.workers import join_workers
 
     search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -200,7 +202,7 @@ def translate(
         if value is not None and not sample:
             raise UserError(f"{name} is {value}, but without --sample nothing is sampled")
     with ExitStack() as stack:
-        peers = stack.enter_context(joined(device))
+        peers = stack.enter_context(join_workers(device))
         if maps is not None and peers.world > 1:
             raise UserError(f"maps is {maps}, but maps need a single process, not {peers.world}")
         translator = Translator.load(
@@ -215,11 +217,11 @@ def translate(
         # Only the first process reads and writes.
         first = peers.rank == 0
         name = "standard input" if input_ is None else str(input_)
-        reader = LineReader(stack.enter_context(source(input_ if first else None)), name)
-        out = stack.enter_context(target(output if first else None))
+        reader = LineReader(stack.enter_context(open_source(input_ if first else None)), name)
+        out = stack.enter_context(open_target(output if first else None))
         if first:
             stack.enter_context(_counting(translator))
-        translate_stream(translator, reader, out, document=document, peers=peers)
+        translate_stream(translator, reader, out, document=document, workers=peers)
     if maps is not None:
         write_json(maps, [each.to_dict() for each in recorded])
 

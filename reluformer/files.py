@@ -1,24 +1,36 @@
-"""Atomic writes: a file or folder is either whole or not there."""
+"""Atomic writes: a file or folder is complete or absent, also after a crash."""
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"
+"""Suffix of files and folders that are being written."""
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in `path`'s folder; move it onto `path` when the block succeeds.
+    """Yield a path to write; `path` gets the whole content when the block succeeds.
 
-    The temporary name ends in `.partial`, so leftovers of a killed process are recognisable.
+    The block writes a temporary file beside `path`, which then replaces `path` in one rename. Its
+    name ends in `.partial`, so leftovers of a killed process are recognisable. A symbolic link is
+    followed and stays a link. A FIFO or a device cannot be replaced: the block writes into it.
+
+    Raises:
+        OSError: `path` is a folder, or writing fails. The error names `path`.
     """
+    if _is_node(path):
+        yield path
+        return
+    path = _follow_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     with _errors_name(path, partial):
@@ -33,10 +45,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; move it onto `path` when the block succeeds.
+    """Yield an empty folder to fill; it replaces `path` when the block succeeds.
 
-    What was at `path` before is replaced. A killed process leaves only a `.partial` folder.
+    A killed process leaves only a `.partial` folder beside `path`. A symbolic link is followed and
+    stays a link.
+
+    Raises:
+        OSError: `path` is a file, or writing fails. The error names `path`.
     """
+    path = _follow_link(path)
+    if path.exists() and not path.is_dir():
+        raise _os_error(errno.ENOTDIR, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     replaced = path.with_name(f"{path.name}.{os.getpid()}.old{PARTIAL}")
@@ -50,7 +69,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                     _sync_file(Path(folder, name))
                 _sync_folder(Path(folder))
             if path.exists():
-                # A folder cannot replace a full one: move it aside first.
+                # A rename cannot replace a folder that is not empty: move it aside first.
                 os.replace(path, replaced)
             os.replace(partial, path)
         _sync_folder(path.parent)
@@ -59,22 +78,20 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-@contextmanager
-def _errors_name(path: Path, partial: Path) -> Iterator[None]:
-    """Errors of writing name `path`, not its temporary name, and not nothing, as on a full disk."""
-    try:
-        yield
-    except OSError as error:
-        unnamed = error.filename is None and error.errno is not None
-        if unnamed or str(error.filename).startswith(str(partial)):
-            error.filename = str(path)
-        raise
+def check_writable(path: Path) -> None:
+    """Raise the OSError that writing the file `path` would raise, without writing anything.
 
-
-def sha256(path: Path) -> str:
-    """Checksum of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    Commands call this for their outputs before they start to work.
+    """
+    if _is_node(path):
+        return
+    folder = _follow_link(path).parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise _os_error(errno.ENOTDIR, path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _os_error(errno.EACCES, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -88,10 +105,21 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
-    """Delete the leftovers of killed writers directly inside `folder`; return what was deleted.
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    With `of`, only leftovers of the file or folder of that name.
+
+def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
+    """Delete the leftovers of killed writers directly inside `folder`.
+
+    Args:
+        folder: Folder to clean; it need not exist.
+        of: Name of a file or folder; only its leftovers are deleted. None deletes all.
+
+    Returns:
+        The paths that were deleted.
     """
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
     name = ".*" if of is None else re.escape(of) + r"\.\d+(\.old)?"
@@ -103,6 +131,38 @@ def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
         else:
             leftover.unlink(missing_ok=True)
     return leftovers
+
+
+def _is_node(path: Path) -> bool:
+    """Whether `path` is a FIFO, device or socket, or a link to one; a folder is refused."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISDIR(mode):
+        raise _os_error(errno.EISDIR, path)
+    return not stat.S_ISREG(mode)
+
+
+def _follow_link(path: Path) -> Path:
+    """Target of a symbolic link, which need not exist; any other path unchanged."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+@contextmanager
+def _errors_name(path: Path, partial: Path) -> Iterator[None]:
+    """Put `path` in errors that name its temporary file, or no file, as for a full disk."""
+    try:
+        yield
+    except OSError as error:
+        unnamed = error.filename is None and error.errno is not None
+        if unnamed or str(error.filename).startswith(str(partial)):
+            error.filename = str(path)
+        raise
+
+
+def _os_error(code: int, path: Path) -> OSError:
+    return OSError(code, os.strerror(code), str(path))
 
 
 def _sync_file(path: Path) -> None:

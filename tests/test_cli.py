@@ -177,7 +177,7 @@ MISTAKES = [
     (("translate", "--model", "MODEL", "--beam", "0"), "beam must be at least 1"),
     (("translate", "--model", "MODEL", "--input", "none.txt"), "none.txt cannot be read"),
     (("translate", "--model", "MODEL", "--max-length", "1"), "max_length"),
-    (("translate", "--model", "MODEL", "--output", "/dev/null/x"), "/dev/null cannot be used"),
+    (("translate", "--model", "MODEL", "--output", "/dev/null/x"), "/dev/null/x cannot be used"),
     (("evaluate", "--reference", "none", "--hypothesis", "x"), "none cannot be read"),
     (("prepare", "x"), "--train SOURCE TARGET"),
     (("prepare",), "one folder"),

@@ -1,7 +1,9 @@
-"""Atomic files and folders: whole or not there, leftovers recognisable."""
+"""Atomic files and folders: complete or absent, leftovers recognisable, links and nodes kept."""
 
 import errno
 import os
+import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from reluformer.files import (
     atomic_folder,
     atomic_path,
+    check_writable,
     remove_partials,
     sha256,
     write_json,
@@ -85,3 +88,59 @@ def test_only_leftovers_are_removed(tmp_path: Path) -> None:
 def test_checksum(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256(tmp_path / "a").startswith("ba7816bf8f01cfea")
+
+
+def test_a_symbolic_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    link, target = tmp_path / "link", tmp_path / "deep" / "target"
+    link.symlink_to(Path("deep", "target"))
+    for text in ("new", "replaced"):
+        check_writable(link)
+        write_text(link, text)
+        assert link.is_symlink() and target.read_text() == text
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["target"]
+
+
+def test_a_linked_folder_stays_linked(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "folder")
+    for name in ("first", "second"):
+        with atomic_folder(link) as partial:
+            (partial / name).touch()
+        assert link.is_symlink()
+        assert [path.name for path in (tmp_path / "disk" / "folder").iterdir()] == [name]
+
+
+def test_a_fifo_is_written_into(tmp_path: Path) -> None:
+    fifo, received = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    check_writable(fifo)
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text()))
+    reader.start()
+    write_text(fifo, "through the pipe")
+    reader.join(timeout=10)
+    assert received == ["through the pipe"]
+    assert stat.S_ISFIFO(fifo.stat().st_mode) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_device_is_written_into(tmp_path: Path) -> None:
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "null"):
+        check_writable(path)
+        write_text(path, "nothing")
+        assert stat.S_ISCHR(path.stat().st_mode)
+
+
+def test_outputs_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = {tmp_path: IsADirectoryError, tmp_path / "file" / "x": NotADirectoryError}
+    for path, error in refused.items():
+        for attempt in (check_writable, lambda path: write_text(path, "")):
+            with pytest.raises(error) as caught:
+                attempt(path)
+            assert caught.value.filename == str(path)
+    check_writable(tmp_path / "new" / "folders" / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(NotADirectoryError), atomic_folder(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").is_file()

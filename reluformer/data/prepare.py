@@ -98,8 +98,9 @@ def prepare(
                 f"{folder} was prepared from other files or options; choose another folder or "
                 "overwrite it"
             )
-    # Leftovers of a killed preparation of the same folder.
-    remove_partials(folder.parent, of=folder.name)
+    # Leftovers of a killed preparation of the same folder, which may be a symbolic link.
+    target = folder.resolve()
+    remove_partials(target.parent, of=target.name)
     with atomic_folder(folder) as partial:
         manifest = _build(partial, splits, request, tokenizer, progress or _silent)
     return Prepared(folder, manifest)

@@ -1,15 +1,15 @@
-"""AttentionRecord aligned text: one sentence a line, documents between `<d>` lines or blank lines.
+"""Aligned text files: one sentence per line, documents separated by `<d>` lines or blank lines.
 
-Files are UTF-8, plain or compressed (.xz, .gz), and are streamed: memory does not grow with them.
-Lines end with a newline (or carriage return and newline) and with nothing else, so characters such
-as U+2028 or the form feed stay inside their sentence. What cannot be read is named by file and
-line.
+Files are UTF-8, plain or compressed (.xz, .gz), and are streamed in constant memory. Only a newline
+(or carriage return and newline) ends a line, so characters such as U+2028 or the form feed stay
+inside their sentence. Errors name the file and the line.
 """
 
 import gzip
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, count, groupby, zip_longest
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
@@ -17,37 +17,40 @@ from typing import BinaryIO, NamedTuple, cast
 from reluformer.errors import UserError
 from reluformer.files import atomic_path
 
-# Starts a document when alone on a line.
 DOCUMENT = "<d>"
+"""A line that starts a document."""
+
 # Longer lines are refused, so that a file without newlines cannot fill the memory.
 MAX_LINE_BYTES = 16 * 2**20
 
 
 class TextPair(NamedTuple):
-    """Two aligned text files and how to read them.
-
-    `documents` says whether `<d>` lines and blank lines separate documents (True) or are skipped
-    and every sentence stands alone (False); None looks whether there are any. `keys` is a table
-    with one line for each `<d>`: neighbouring documents whose first tab-separated field is the
-    same are read as one.
-    """
+    """Two aligned text files and how to read them."""
 
     source: Path
     target: Path
     documents: bool | None = None
+    """True if `<d>` lines and blank lines separate documents, False if they are skipped and every
+    sentence is a document of its own, None to read documents if the file has such lines."""
     keys: Path | None = None
+    """Table with one line for each `<d>` line. Consecutive documents whose first tab-separated
+    fields are equal are read as one document."""
 
 
 class Sentence(NamedTuple):
-    """One aligned pair; the sentences of one document share the number `document`."""
+    """One aligned sentence pair."""
 
     source: str
     target: str
     document: int
+    """Number of the document, the same for all its sentences."""
 
 
 def decode_lines(file: BinaryIO, name: str) -> Iterator[str]:
-    """Yield every line of an open binary file without its end; `name` stands for it in messages."""
+    """Yield every line of an open binary file without its line end.
+
+    `name` is the name of the file in error messages.
+    """
     for number in count(1):
         raw = file.readline(MAX_LINE_BYTES + 1)
         if not raw:
@@ -61,36 +64,57 @@ def decode_lines(file: BinaryIO, name: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = f"byte {raw[error.start]:#04x} at position {error.start + 1}"
             raise UserError(f"{name}, line {number} is not UTF-8: {place}") from None
-        # A byte-order mark is no text.
+        # A byte-order mark is not part of the text.
         yield text.lstrip("\ufeff") if number == 1 else text
 
 
 def lines(path: Path | str) -> Iterator[str]:
-    """Yield every line of the text file `path` (plain, .xz or .gz) without its end."""
+    """Yield every line of the text file `path` (plain, .xz or .gz) without its line end."""
     path = Path(path)
+    with open_text(path) as file, name_read_errors(str(path)):
+        yield from decode_lines(file, str(path))
+
+
+def open_text(path: Path) -> BinaryIO:
+    """Open a text file (plain, .xz or .gz) for reading its uncompressed bytes."""
+    with name_read_errors(str(path)):
+        if path.suffix == ".xz":
+            return cast(BinaryIO, lzma.open(path))
+        if path.suffix == ".gz":
+            return cast(BinaryIO, gzip.open(path))
+        return path.open("rb")
+
+
+@contextmanager
+def name_read_errors(name: str) -> Iterator[None]:
+    """Turn errors of reading or decompressing the file `name` into a `UserError` that names it."""
     try:
-        with _open(path) as file:
-            yield from decode_lines(file, str(path))
+        yield
     except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(f"{path} cannot be decompressed: {error}") from None
+        raise UserError(f"{name} cannot be decompressed: {error}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
+
+
+def is_border(line: str) -> bool:
+    """Whether a line separates documents: `<d>` or blank."""
+    return bool(_border(line))
 
 
 def has_documents(path: Path | str) -> bool:
-    """Whether a text file has any `<d>` line or blank line; reads up to the first."""
-    return any(_border(line) for line in lines(path))
+    """Whether a text file has a `<d>` line or a blank line; reads up to the first."""
+    return any(map(is_border, lines(path)))
 
 
 def read_sentences(files: TextPair) -> Iterator[Sentence]:
     """Yield the aligned sentences of two files, in order, with their document numbers."""
     documents = has_documents(files.source) if files.documents is None else files.documents
-    groups = _Groups(files) if documents and files.keys is not None else None
+    groups = _MergedDocuments(files) if documents and files.keys is not None else None
     document = 0
     both = zip_longest(lines(files.source), lines(files.target))
     for number, (source, target) in enumerate(both, 1):
         if source is None or target is None:
-            raise UserError(_ended(files, number, target is None))
+            raise UserError(_length_mismatch(files, number, target is None))
         border = _border(source)
         if border != _border(target):
             raise UserError(
@@ -115,7 +139,10 @@ def read_documents(files: TextPair) -> Iterator[list[tuple[str, str]]]:
 
 
 def read_texts(path: Path | str, documents: bool | None = None) -> Iterator[list[str]]:
-    """Yield the documents of one text file as lists of sentences; `documents` as in `TextPair`."""
+    """Yield the documents of one text file as lists of sentences.
+
+    `documents` has the same meaning as in `TextPair`.
+    """
     if documents is None:
         documents = has_documents(path)
     document: list[str] = []
@@ -146,8 +173,8 @@ def write_documents(
                 target_file.write(f"{pair[1]}\n")
 
 
-class _Groups:
-    """Follows the `<d>` lines of a file through the table of keys beside it."""
+class _MergedDocuments:
+    """Document numbers when consecutive documents with equal keys are one document."""
 
     def __init__(self, files: TextPair) -> None:
         assert files.keys is not None
@@ -157,7 +184,7 @@ class _Groups:
         self._document = 0
 
     def document(self, number: int, border: str) -> int:
-        """The number of the document that the line belongs to."""
+        """Number of the document that line `number` belongs to."""
         if border == DOCUMENT:
             key = next(self._keys, None)
             if key is None:
@@ -174,30 +201,22 @@ class _Groups:
         return self._document
 
     def close(self) -> None:
-        """Make sure that every line of the table was used."""
+        """Check that every line of the table was used."""
         if next(self._keys, None) is not None:
             raise UserError(
                 f"{self._files.keys} has more lines than {self._files.source} has documents"
             )
 
 
-def _open(path: Path) -> BinaryIO:
-    if path.suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path))
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path))
-    return path.open("rb")
-
-
 def _border(line: str) -> str:
-    """What separates documents in `line`: "<d>", "blank", or "" when it is a sentence."""
+    """Kind of a line that separates documents, "<d>" or "blank"; "" for a sentence."""
     stripped = line.strip()
     if not stripped:
         return "blank"
     return DOCUMENT if stripped == DOCUMENT else ""
 
 
-def _ended(files: TextPair, number: int, target_ended: bool) -> str:
+def _length_mismatch(files: TextPair, number: int, target_ended: bool) -> str:
     shorter, longer = files.target, files.source
     if not target_ended:
         shorter, longer = longer, shorter

@@ -22,6 +22,7 @@ from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.translation.search import Hypothesis, SearchConfig, search
 from reluformer.translation.segments import Layout, Span, one_line
+from reluformer.translation.stream import translate_file
 
 log = logging.getLogger("reluformer")
 
@@ -180,8 +181,6 @@ class Translator:
 
     def file(self, source: Path | str, target: Path | str, *, document: bool = False) -> None:
         """Translate the lines of a text file (plain, .xz or .gz) into another."""
-        from reluformer.translation.stream import translate_file
-
         translate_file(self, Path(source), Path(target), document=document)
 
     def lines(

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reluformer.data.text import open_text
 from reluformer.errors import UserError
-from reluformer.translation.stream import LineReader, opened, translate_stream
+from reluformer.translation.line_reader import LineReader
+from reluformer.translation.stream import translate_stream
 
 
 class Upper:
@@ -67,8 +69,8 @@ def test_documents_are_not_cut_between_blocks() -> None:
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reluformer.translation.stream.MAX_LINE_BYTES", 100)
-    monkeypatch.setattr("reluformer.translation.stream._CHUNK", 16)
+    monkeypatch.setattr("reluformer.translation.line_reader.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("reluformer.translation.line_reader._CHUNK", 16)
     with pytest.raises(UserError, match="line 2"):
         translate(b"a\n" + b"x" * 200)
 
@@ -96,10 +98,10 @@ def test_a_silent_pipe_gets_its_answers() -> None:
 def test_compressed_files(tmp_path: Path) -> None:
     path = tmp_path / "text.gz"
     path.write_bytes(gzip.compress(b"a\nb\n"))
-    with opened(path) as file:
+    with open_text(path) as file:
         assert list(LineReader(file, "text").blocks(9)) == [["a", "b"]]
     path.write_bytes(gzip.compress(b"a\nb\n" * 9000)[:-20])
-    with opened(path) as file, pytest.raises(UserError, match="decompressed"):
+    with open_text(path) as file, pytest.raises(UserError, match="decompressed"):
         list(LineReader(file, "text").blocks(9))
     with pytest.raises(UserError, match="cannot be read"):
-        opened(tmp_path / "none")
+        open_text(tmp_path / "none")
