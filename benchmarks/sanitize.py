@@ -29,6 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer import decode_attention
 from reluformer.ops.backends.triton import op, tuning
+from reluformer.ops.call import Call, Packing
+from reluformer.ops.rule import Rectified
+from reluformer.ops.visibility import Visibility
 from tests.ops.rectified import CASES, Arguments, Case, arguments, found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,24 +114,21 @@ def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype
                 chosen = specialised and sign_bytes > 0
                 with tuning.override(tma=tma, sign_bytes=sign_bytes, specialised=chosen):
                     for _ in range(2):
-                        outputs += found(op.rectified_attention, given)[0]
+                        outputs += found(op.attend, given)[0]
     return outputs
 
 
 def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     ends = torch.tensor([0, 283, 283, 300, 431], device=device, dtype=torch.int32)
-    settings = {
-        "scale": 0.1, "gamma": 1.0, "length_exponent": 0.5, "power": 1, "threshold": 0.0,
-        "window": None, "dropout_p": 0.0, "statistics": 1,
-    }  # fmt: skip
+    packing = Packing(ends, ends, 283, 283)
     for width in (64, 128):
         q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
         for causal in (False, True):
             with tuning.override(specialised=specialised):
-                outputs += op.rectified_attention_varlen(
-                    q, k, v, ends, ends, 283, 283, causal=causal, **settings
-                )[:1]
+                visibility = Visibility(causal=causal)
+                call = Call(q, k, v, visibility, 0.1, return_sums="row_sum", packing=packing)
+                outputs.append(op.attend(call, Rectified()).output)
     return outputs
 
 
@@ -141,7 +141,7 @@ def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
     dropped.options["dropout_p"] = 0.3
     for row_normalise in (None, 0.1):
         dropped.options["row_normalise"] = row_normalise
-        outputs += found(op.rectified_attention, dropped)[0]
+        outputs += found(op.attend, dropped)[0]
         outputs += test_op._varlen(dtype, row_normalise)["found"][:1]
     for case in test_decode.CASES:
         given = exact(arguments(case, dtype, device))

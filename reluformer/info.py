@@ -10,7 +10,7 @@ import torch
 
 from reluformer import __version__
 from reluformer.ops.backends.cpu.native import library
-from reluformer.ops.backends.registry import IMPLEMENTATIONS, choose
+from reluformer.ops.backends.registry import BACKENDS, choose, why_not
 from reluformer.ops.call import Call
 from reluformer.ops.family.table import lookup
 from reluformer.ops.visibility import Visibility
@@ -83,12 +83,13 @@ def _implementations(kind: str, device: str) -> dict[str, str]:
     heads = torch.zeros(1, 1, 64, 64, device=device)
     call = Call(heads, heads, heads, Visibility(causal=True), scale=0.125)
     row = lookup(kind)
-    chosen = choose(row, call, {}, "auto")
+    rule = row.rectified({})
+    chosen = choose(row, call, rule, "auto")
     states = {}
-    for name, implementation in IMPLEMENTATIONS.items():
-        if implementation.device not in (None, device):
-            states[name] = f"needs {implementation.device}"
+    for name, backend in BACKENDS.items():
+        if backend.device not in (None, device):
+            states[name] = f"needs {backend.device}"
         else:
-            reason = implementation.why_not(row, call, {})
+            reason = why_not(backend, row, call, rule)
             states[name] = reason or ("available, chosen" if name == chosen else "available")
     return states

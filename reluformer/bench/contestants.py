@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from reluformer.bench.cases import Case
 from reluformer.ops import attention
-from reluformer.ops.backends.registry import IMPLEMENTATIONS
+from reluformer.ops.backends.registry import BACKENDS
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 Options = Callable[[int, int], dict[str, Any]]
@@ -74,7 +74,7 @@ def contestants(case: Case) -> dict[str, Contestant]:
         from reluformer.bench.features import features
 
         return features(case)
-    pairs = [("relu", impl) for impl in IMPLEMENTATIONS if impl != "sdpa"]
+    pairs = [("relu", impl) for impl in BACKENDS if impl != "sdpa"]
     pairs += [("softmax", "sdpa")]
     pairs += [(kind, "reference") for kind in ("softmax", *_SEARCHED)]
     found = [_ours(case, kind, impl) for kind, impl in pairs]

@@ -1,7 +1,7 @@
 """What the options of our fused kernels cost, beside the plain call."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +12,16 @@ from reluformer.bench.cases import Case
 from reluformer.bench.contestants import Contestant, Options, Run
 from reluformer.model.config import AttentionConfig
 from reluformer.ops.api import relu_attention
-from reluformer.ops.backends import fused
+from reluformer.ops.backends.cpu import op as cpu
+from reluformer.ops.backends.triton import op as triton
+from reluformer.ops.call import Call, Packing
+from reluformer.ops.rule import Rectified
+from reluformer.ops.stats import SumsLevel
+from reluformer.ops.visibility import Visibility
 
 PLAIN = "plain"
 _GROUPS = 8
+_LEVELS: tuple[SumsLevel | None, ...] = (None, "row_sum", "entropy")
 
 # So small a chance drops nothing, but takes the same path through the kernel.
 _NEVER = 1e-9
@@ -62,7 +68,7 @@ def features(case: Case) -> dict[str, Contestant]:
 def _feature(
     name: str, case: Case, options: Options = lambda batch, heads: {}, statistics: int = 0
 ) -> Contestant:
-    run = _kernel(case, {**options(case.batch, case.heads), "statistics": statistics})
+    run = _kernel(case, {**options(case.batch, case.heads), "return_sums": _LEVELS[statistics]})
     return Contestant(
         name, "relu", run, case, _on_triton(case), options=options, statistics=statistics
     )
@@ -70,7 +76,7 @@ def _feature(
 
 def _sampled(case: Case) -> Contestant:
     """Row sums, and the entropies of one block of rows in eight."""
-    run = _kernel(case, {"statistics": 2, "entropy_every": 8})
+    run = _kernel(case, {"return_sums": "entropy", "entropy_every": 8})
     reason = None if _on_triton(case) else "the cpu implementation makes all entropies"
     return Contestant(
         "row sums, one entropy in 8", "relu", run, case, _on_triton(case), statistics=2,
@@ -101,30 +107,28 @@ def _as_in_models(case: Case) -> Contestant:
 
 
 def _on_triton(case: Case) -> bool:
-    """Whether the Triton kernels run the case; else the cpu implementation does."""
-    from reluformer.ops.backends.triton.op import supports
-
+    """Whether the Triton kernels run the case; otherwise the CPU backend does."""
     like = torch.empty(1, 1, 1, case.width, device=case.device, dtype=getattr(torch, case.dtype))
-    return supports(like, like, like, scale=1.0, power=1) is None
+    return triton.why_not(Call(like, like, like, Visibility(), scale=1.0), Rectified()) is None
 
 
-def _settings(case: Case) -> dict[str, Any]:
-    """A plain call of the fused kernels."""
-    return {
-        "scale": case.width**-0.5, "gamma": 1.0, "length_exponent": 0.5, "power": 1,
-        "threshold": 0.0, "causal": case.causal, "window": None, "key_lengths": None,
-        "mask": None, "dropout_p": 0.0, "statistics": 0,
-    }  # fmt: skip
-
-
-def _kernel(case: Case, change: dict[str, Any]) -> Run:
-    settings = {**_settings(case), **change}
-    kernel = fused.triton_kernel() if _on_triton(case) else fused.cpu_kernel()
+def _kernel(case: Case, change: Mapping[str, Any], packing: Packing | None = None) -> Run:
+    """A call of the fused kernel itself; `change` holds fields of `Call`, rule and visibility."""
+    kernel = triton.attend if _on_triton(case) else cpu.attend
+    rule = Rectified(**_fields(Rectified, change))
+    visibility = Visibility(**{"causal": case.causal, **_fields(Visibility, change)})
+    shared = {name: change[name] for name in Call._fields if name in change}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return tuple(each for each in kernel(q, k, v, **settings) if each is not None)
+        call = Call(q, k, v, visibility, case.width**-0.5, packing=packing, **shared)
+        return tuple(each for each in kernel(call, rule) if each is not None)
 
     return run
+
+
+def _fields(kind: type[Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the changes that are fields of a dataclass."""
+    return {each.name: change[each.name] for each in fields(kind) if each.name in change}
 
 
 def _cuts(case: Case) -> list[int]:
@@ -138,19 +142,18 @@ def _packed(name: str, case: Case, cuts: Sequence[int] = ()) -> Contestant:
     Padded to their longest, those would be nearly half padding. They are less work than the plain
     call: the squares of their lengths.
     """
-    settings, n = _settings(case), case.keys
-    del settings["key_lengths"], settings["mask"]
+    n = case.keys
     borders = {row * n for row in range(case.batch + 1)}
     borders |= {row * n + cut for row, cut in enumerate(cuts)}
     ends = torch.tensor(sorted(borders), device=case.device, dtype=torch.int32)
     lengths = [end - start for start, end in pairwise(sorted(borders))]
     longest, work = max(lengths), sum(each**2 for each in lengths) / (case.batch * n**2)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        from reluformer.ops.backends.triton.op import rectified_attention_varlen
+    kernel = _kernel(case, {}, Packing(ends, ends, longest, longest))
 
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
-        out, *_ = rectified_attention_varlen(q, k, v, ends, ends, longest, longest, **settings)
+        out, *_ = kernel(q, k, v)
         return (out.view(case.batch, case.queries, *out.shape[1:]).transpose(1, 2),)
 
     def options(batch: int, heads: int) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from reluformer.context_parallel.collectives import wide
 from reluformer.errors import UserError
-from reluformer.ops.call import Call, check_tensors
+from reluformer.ops.api import attend
+from reluformer.ops.call import Call
+from reluformer.ops.checks import check_attention, check_tensors
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import ATTENTIONS, lookup
 from reluformer.ops.rule import Rectified
@@ -54,22 +54,15 @@ def checked_call(
         scale = row.default_scale(q.shape[-1])
     visibility = Visibility(causal=causal, key_lengths=key_lengths)
     call = Call(q, k, v, visibility, scale, dropout_p=dropout_p, return_stats=return_stats)
-    row.check(call, options)
+    check_attention(row, call, options)
     return call
 
 
 def rule_of(row: Attention, options: Mapping[str, Any]) -> Rectified:
     """The rule of an additive attention with its options."""
-    rule = row.weigh_with(options)
-    assert isinstance(rule, Rectified)
+    rule = row.rectified(options)
+    assert rule is not None
     return rule
-
-
-def directions(row: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k as the rule's scores want them: of length 1 where scores are cosines."""
-    if row.cosine:
-        q, k = (functional.normalize(wide(each), dim=-1).to(each.dtype) for each in (q, k))
-    return q, k
 
 
 def read(rule: Rectified, call: Call, impl: str) -> tuple[Tensor, ...]:
@@ -82,22 +75,16 @@ def read(rule: Rectified, call: Call, impl: str) -> tuple[Tensor, ...]:
     if q.dtype == torch.float16:
         # Not yet divided, sums over long contexts leave its range.
         q, k, v = q.float(), k.float(), v.float()
-    result = lookup("relu").attend(
-        q,
-        k,
-        v,
-        mask=call.visibility.mask,
-        causal=call.visibility.causal,
-        key_lengths=call.visibility.key_lengths,
-        scale=call.scale,
-        dropout_p=call.dropout_p,
-        impl=impl,
-        return_sums=None if rule.row_normalise is None else "row_sum",
-        length_exponent=0.0,
-        power=rule.power,
-        threshold=rule.threshold,
-        negative_slope=rule.negative_slope,
+    call = call._replace(
+        q=q, k=k, v=v, return_sums=None if rule.row_normalise is None else "row_sum"
     )
+    options = {
+        "length_exponent": 0.0,
+        "power": rule.power,
+        "threshold": rule.threshold,
+        "negative_slope": rule.negative_slope,
+    }
+    result = attend(lookup("relu"), call, options, impl)
     if result.sums is None:
         return (result.output,)
     return result.output, result.sums.row_sum.unsqueeze(-1)

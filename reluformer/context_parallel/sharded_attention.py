@@ -14,7 +14,6 @@ multiplied by the number of ranks. Every rank must take part in each forward and
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -25,6 +24,8 @@ from reluformer.context_parallel import partial_sums
 from reluformer.context_parallel.collectives import gather, scatter_sum
 from reluformer.context_parallel.sharding import ShardedSequence
 from reluformer.errors import UserError
+from reluformer.ops.api import attend
+from reluformer.ops.backends.fused import with_cosines
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.stats import Stats
@@ -104,7 +105,7 @@ def attention(
     if hidden or key_lengths is not None:
         end = torch.full((q.shape[0],), keys.length, device=q.device)
         seen = end if key_lengths is None else end.minimum(key_lengths.to(end)).clamp_min(0)
-        call = replace(call, visibility=Visibility(causal=causal, key_lengths=seen))
+        call = call._replace(visibility=Visibility(causal=causal, key_lengths=seen))
     if move == "keys":
         result = _move_keys(row, call, sequence, keys, impl, options)
         return result if return_stats else result.output
@@ -133,7 +134,7 @@ def _move_keys(
     # Side by side, so that one collective moves both.
     both = gather(torch.cat([call.k, call.v], dim=-1), 2, keys.group)
     k, v = torch.split(both, [call.k.shape[-1], call.v.shape[-1]], dim=-1)
-    call = replace(call, k=k, v=v)
+    call = call._replace(k=k, v=v)
     if call.visibility.causal:
         c = sequence.chunk
         ends = [(chunk + 1) * c for chunk in sequence.chunks]
@@ -143,20 +144,7 @@ def _move_keys(
     results = []
     for piece in pieces:
         part = _cut(call, piece, call.visibility.key_lengths)
-        results.append(
-            row.attend(
-                part.q,
-                part.k,
-                part.v,
-                causal=part.visibility.causal,
-                key_lengths=part.visibility.key_lengths,
-                scale=part.scale,
-                dropout_p=part.dropout_p,
-                impl=impl,
-                return_stats=part.return_stats,
-                **options,
-            )
-        )
+        results.append(attend(row, part, options, impl))
     stats = [result.stats for result in results if result.stats is not None]
     return AttentionResult(
         output=torch.cat([result.output for result in results], dim=2),
@@ -175,8 +163,8 @@ def _move_queries(
 ) -> Tensor:
     """All rows against own keys: the ranks' sums add up to the output, but for its scale."""
     rules, rule = call.visibility, partial_sums.rule_of(row, options)
-    q, k = partial_sums.directions(row, call.q, call.k)
-    part = replace(call, q=gather(q, 2, sequence.group), k=k)
+    call = with_cosines(row, call)
+    part = call._replace(q=gather(call.q, 2, sequence.group))
     lengths = None if rules.key_lengths is None else keys.held(rules.key_lengths)
     pieces = (
         _causal_pieces(sequence)
@@ -210,8 +198,7 @@ def _causal_pieces(sequence: ShardedSequence) -> list[_Piece]:
 
 def _cut(call: Call, piece: _Piece, lengths: Tensor | None) -> Call:
     """The part of a call that a piece is; `lengths` [B] are of the call's keys."""
-    return replace(
-        call,
+    return call._replace(
         q=call.q[:, :, piece.rows],
         k=call.k[:, :, : piece.keys],
         v=call.v[:, :, : piece.keys],

@@ -5,7 +5,6 @@ With `row_normalise` that sum has one column more, of row sums.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from reluformer.context_parallel import partial_sums
 from reluformer.context_parallel.collectives import add_up
 from reluformer.context_parallel.sharding import ShardedSequence, check_group
 from reluformer.errors import UserError
+from reluformer.ops.backends.fused import with_cosines
 from reluformer.ops.growing_buffer import append_slots
 from reluformer.ops.visibility import Visibility
 
@@ -95,8 +95,7 @@ class ShardedCache:
         if q.shape[2] > 1:
             # One new token sees all; of several, the first do not see the last.
             mask = self._positions <= position.unsqueeze(-1)
-        own_q, own_k = partial_sums.directions(row, call.q, call.k)
-        call = replace(call, q=own_q, k=own_k, visibility=Visibility(mask=mask))
+        call = with_cosines(row, call)._replace(visibility=Visibility(mask=mask))
         sums = add_up(partial_sums.read(partial_sums.rule_of(row, options), call, impl), self.group)
         return partial_sums.combine(row, options, sums, position.view(1, 1, -1) + 1, q.dtype)
 

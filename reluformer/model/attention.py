@@ -15,7 +15,8 @@ from reluformer.model.kv_cache import GrowingCache
 from reluformer.model.memory import KeyValueMemory
 from reluformer.model.positions import Start, rotate
 from reluformer.model.records import KeyValues, Record
-from reluformer.ops.backends.registry import IMPLEMENTATIONS, choose
+from reluformer.ops.api import attend
+from reluformer.ops.backends.registry import BACKENDS, choose
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import lookup
@@ -159,19 +160,17 @@ class MultiHeadAttention(nn.Module):
             self._calibrate(q, keys, visibility, options, query_lengths)
         with_map = record == "weights"
         extras = _extras(record, self.row, entropy_every if sample_rows is None else 1)
-        result = self.row.attend(
+        call = Call(
             q,
             keys,
             values,
-            mask=visible,
-            causal=causal,
-            key_lengths=key_lengths,
+            visibility,
+            self.row.default_scale(q.shape[-1]),
             dropout_p=self.config.dropout if self.training else 0.0,
-            impl=self.config.impl if not with_map else "auto",
             return_weights=with_map,
             **(extras if sample_rows is None else {}),
-            **options,
         )
+        result = attend(self.row, call, options, "auto" if with_map else self.config.impl)
         stats, valid = _either(result), None
         if extras:
             valid = _valid_rows(query_lengths, q.shape[2], q.device)
@@ -271,17 +270,9 @@ class MultiHeadAttention(nn.Module):
         """What `extras` ask for, of the weights alone: no values, no output norm or gate."""
         no_values = keys[..., :0]
         kept = {name: value for name, value in options.items() if name not in ("gain", "gate")}
-        result = self.row.attend(
-            q,
-            keys,
-            no_values,
-            mask=visibility.mask,
-            causal=visibility.causal,
-            key_lengths=visibility.key_lengths,
-            impl="reference",
-            **extras,
-            **kept,
-        )
+        scale = self.row.default_scale(q.shape[-1])
+        call = Call(q, keys, no_values, visibility, scale, **extras)
+        result = attend(self.row, call, kept, "reference")
         stats = _either(result)
         assert stats is not None
         return stats
@@ -297,7 +288,8 @@ def opaque(
         for heads in (config.heads, config.key_value_heads)
     )
     call = Call(q, k, k, Visibility(), row.default_scale(width), **_extras(record, row))
-    return IMPLEMENTATIONS[choose(row, call, attention.fixed_options, attention.impl)].opaque
+    rule = row.rectified(attention.fixed_options)
+    return BACKENDS[choose(row, call, rule, attention.impl)].opaque
 
 
 def _extras(record: Record, row: Attention, entropy_every: int = 1) -> dict[str, Any]:

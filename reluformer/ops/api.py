@@ -1,12 +1,65 @@
-"""The public functions: `attention` for the whole family, `relu_attention` for ReLUFormer."""
+"""The public functions: `attention` for the whole family, `relu_attention` for ReLUFormer.
 
+`attend` runs a call: it checks the arguments, chooses a backend and calls it.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
-from reluformer.ops.call import AttentionResult
-from reluformer.ops.family.table import lookup
+from reluformer.ops.backends import fused, registry
+from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.checks import check_attention, check_contents
+from reluformer.ops.definition import Attention
+from reluformer.ops.family.table import ATTENTIONS, lookup
 from reluformer.ops.stats import SumsLevel
+from reluformer.ops.visibility import Visibility
+
+log = logging.getLogger("reluformer")
+
+
+def attend(
+    attention: Attention, call: Call, options: Mapping[str, Any], impl: str = "auto"
+) -> AttentionResult:
+    """Run a call: check it, choose a backend, compute.
+
+    Args:
+        attention: Row of `reluformer.ATTENTIONS`.
+        call: The shared arguments.
+        options: The attention's own options; missing ones have their default values.
+        impl: Name of a backend, or "auto" for the fastest one that supports the call.
+
+    Raises:
+        UserError: If an argument is not allowed, or the named backend does not support the call.
+    """
+    check_attention(attention, call, options)
+    rule = attention.rectified(options)
+    name = registry.choose(attention, call, rule, impl)
+    if not torch.compiler.is_compiling():  # A compiler cannot trace a logger.
+        _log_once(attention.name, name, call.q.device.type)
+    backend = registry.BACKENDS[name]
+    if isinstance(backend, registry.Program):
+        return backend.run(attention, call, options)
+    assert rule is not None
+    result = backend.attend(fused.with_cosines(attention, call), fused.per_head_rule(rule, call.q))
+    return fused.finish(attention, call, options, result)
+
+
+@cache
+def _log_once(attention: str, backend: str, device: str) -> None:
+    log.info("%s attention runs on %s with impl=%s", attention, device, backend)
+
+
+def _scale(attention: Attention, q: Tensor, scale: float | None) -> float:
+    """The given scale, or the attention's default for the width of q."""
+    if scale is not None:
+        return scale
+    # Other arguments than tensors are refused later.
+    return attention.default_scale(q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1)
 
 
 @overload
@@ -23,36 +76,69 @@ def attention(
 ) -> AttentionResult: ...
 @overload
 def attention(name: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor: ...
-def attention(
-    name: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+def attention(  # type: ignore[misc]  # the overloads abridge the keywords
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    key_lengths: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    impl: str = "auto",
+    return_weights: bool = False,
+    return_stats: bool = False,
+    return_sums: SumsLevel | None = None,
+    entropy_every: int = 1,
+    check: bool = False,
+    **options: Any,
 ) -> Tensor | AttentionResult:
     """Attend with the member of the family called `name` (see `reluformer.ATTENTIONS`).
 
-    q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv], with H a multiple of Hkv; the result is
-    [B, H, Tq, Dv]. A row that can see no key gives zeros.
+    A query row that sees no key gives zeros.
 
-    mask            bool, broadcastable to [B, H, Tq, Tk]; True = visible
-    causal          row i sees keys j <= i + Tk - Tq: aligned to the end, as with a cache
-    key_lengths     [B] int; element b sees keys j < key_lengths[b]
-    window          row i sees keys with |i + Tk - Tq - j| < window
-    scale           factor on q.k; 1/sqrt(D) by default (1 for attentions on cosines)
-    bias            added to the scaled scores, broadcastable to [B, H, Tq, Tk]
-    dropout_p       dropout on the weights, applied whenever it is above 0
-    impl            "auto" takes the fastest implementation that supports the call; a name is
-                    obeyed or refused, never replaced
-    return_weights  also return the weights [B, H, Tq, Tk], before dropout, norm and gate
-    return_stats    also return row statistics, see `Stats`
-    return_sums     "row_sum" also returns the sum of each row's weights, "entropy" that and the
-                    row's entropy, see `RowSums`: what the regularisers need, and all that fused
-                    kernels return, from the pass that makes the output
-    entropy_every   above 1, only one block of 256 query rows in so many has its entropies computed,
-                    another in each head; `RowSums.sampled` says which, the others are 0
-    check           also check the contents of tensors, which waits for a GPU
+    Args:
+        name: Key of `reluformer.ATTENTIONS`.
+        q: Queries [B, H, Tq, D].
+        k: Keys [B, Hkv, Tk, D]; H is a multiple of Hkv.
+        v: Values [B, Hkv, Tk, Dv].
+        mask: Bool, broadcastable to [B, H, Tq, Tk]; True = visible.
+        causal: Row i sees keys j <= i + Tk - Tq: aligned to the end, as with a KV cache.
+        key_lengths: [B] int; batch element b sees keys j < key_lengths[b].
+        window: Row i sees keys with |i + Tk - Tq - j| < window.
+        scale: Factor on q.k; 1/sqrt(D) by default (1 for attentions on cosines).
+        bias: Added to the scaled scores, broadcastable to [B, H, Tq, Tk].
+        dropout_p: Dropout rate of the weights; applied whenever it is above 0.
+        impl: Backend: "triton", "cpu", "sdpa" or "reference". "auto" takes the fastest one that
+            supports the call; a named backend is never replaced by another.
+        return_weights: Also return the weights [B, H, Tq, Tk], before dropout, norm and gate.
+        return_stats: Also return row statistics, see `Stats`.
+        return_sums: "row_sum" also returns the sum of each row's weights, "entropy" in addition
+            the row's entropy, see `RowSums`. The fused kernels compute both with the output.
+        entropy_every: N above 1 computes entropies for one block of 256 query rows in N only, a
+            different one in each head; `RowSums.sampled` marks them, other entropies are 0.
+        check: Also check the contents of tensors, which synchronises with a GPU.
+        **options: Options of the attention, see its weight function.
 
-    Further keywords are the options of that attention. With any `return_` argument the result is an
-    `AttentionResult(output, weights, stats, sums)`, else the output alone.
+    Returns:
+        The output [B, H, Tq, Dv]; with any `return_` argument an
+        `AttentionResult(output, weights, stats, sums)`.
+
+    Raises:
+        UserError: If an argument is not allowed, or `impl` does not support the call.
     """
-    return lookup(name)(q, k, v, **arguments)
+    row = lookup(name)
+    visibility = Visibility(mask, causal, key_lengths, window)
+    extras = (return_weights, return_stats, return_sums)
+    call = Call(q, k, v, visibility, _scale(row, q, scale), bias, dropout_p, *extras, entropy_every)
+    if check:
+        check_contents(row, call, options)
+    result = attend(row, call, options, impl)
+    return result if any(extras) else result.output
 
 
 @overload
@@ -99,36 +185,30 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     In full, w = f(s - threshold)^power / (gamma (n/2)^length_exponent), f a (leaky) ReLU and
     s = scale q.k + bias.
 
-    gamma            number or [H], greater than 0; a larger one gives smaller weights
-    length_exponent  0.5 is ReLUFormer, 1 (with gamma 2) is ReLU/n, 0 is plain ReLU
-    power            1, 2, 3, 4 or 8
-    threshold        number or [H]; negative opens keys whose score is below zero
-    negative_slope   slope below the threshold, 0 for an exact ReLU
-    row_normalise        divide each row by its sum plus this number; None, as in the paper, does not
+    Args:
+        gamma: Number or [H], greater than 0; a larger gamma gives smaller weights.
+        length_exponent: 0.5 is ReLUFormer, 1 (with gamma 2) is ReLU/n, 0 is plain ReLU.
+        power: 1, 2, 4 or 8.
+        threshold: Number or [H]; a negative threshold admits keys whose score is below zero.
+        negative_slope: Slope below the threshold, 0 for an exact ReLU.
+        row_normalise: Number added to each row's sum before the row is divided by it; None, as in
+            the paper, leaves the rows unnormalised.
 
-    The other arguments are those of `attention`.
+    The other arguments and the result are those of `attention`.
     """
-    return lookup("relu")(
-        q,
-        k,
-        v,
-        mask=mask,
-        causal=causal,
-        key_lengths=key_lengths,
-        window=window,
-        gamma=gamma,
-        length_exponent=length_exponent,
-        power=power,
-        threshold=threshold,
-        negative_slope=negative_slope,
-        row_normalise=row_normalise,
-        scale=scale,
-        bias=bias,
-        dropout_p=dropout_p,
-        impl=impl,
-        return_weights=return_weights,
-        return_stats=return_stats,
-        return_sums=return_sums,
-        entropy_every=entropy_every,
-        check=check,
-    )
+    row = ATTENTIONS["relu"]
+    visibility = Visibility(mask, causal, key_lengths, window)
+    extras = (return_weights, return_stats, return_sums)
+    call = Call(q, k, v, visibility, _scale(row, q, scale), bias, dropout_p, *extras, entropy_every)
+    options = {
+        "gamma": gamma,
+        "length_exponent": length_exponent,
+        "power": power,
+        "threshold": threshold,
+        "negative_slope": negative_slope,
+        "row_normalise": row_normalise,
+    }
+    if check:
+        check_contents(row, call, options)
+    result = attend(row, call, options, impl)
+    return result if any(extras) else result.output

@@ -1,4 +1,4 @@
-"""What defines an attention: a function from scores to weights, and what surrounds it."""
+"""Definition of an attention: the weight function, its options and the output transform."""
 
 import inspect
 import math
@@ -9,29 +9,18 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from reluformer.errors import UserError
-from reluformer.ops.call import (
-    AttentionResult,
-    Call,
-    check_call,
-    check_contents,
-    check_options,
-    check_tensors,
-)
 from reluformer.ops.memory import Weigh
 from reluformer.ops.rule import Rectified
-from reluformer.ops.stats import SumsLevel
-from reluformer.ops.visibility import Visibility
 
 LearnedShape = Literal["head", "width", "pair", "token"]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention: a function from scores to weights, and what surrounds it.
+    """One attention: a function from scores to weights, its options and its output transform.
 
     Exactly one of `weigh` (scores -> weights) and `rule` (options -> Rectified) is given; a rule
-    can also be run by the fused implementations. Calling the object runs the attention.
+    also runs on the fused backends. `reluformer.ops.api.attend` runs an attention.
     """
 
     name: str
@@ -56,7 +45,7 @@ class Attention:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """What the options are that a call leaves out."""
+        """Default values of the options."""
         found: dict[str, Any] = {}
         for function in (self.weigh, self.rule, self.output_transform):
             found |= {} if function is None else _keywords(function)
@@ -68,10 +57,15 @@ class Attention:
         """Whether row sums are learned and matter: rectified weights, no norm that undoes sums."""
         return self.rule is not None and self.output_transform is None
 
+    def rectified(self, options: Mapping[str, Any]) -> Rectified | None:
+        """The rectified rule with its options; None for attentions without one."""
+        return None if self.rule is None else self.rule(**_pick(self.rule, options))
+
     def weigh_with(self, options: Mapping[str, Any]) -> Weigh:
         """The weight function with its options bound."""
-        if self.rule is not None:
-            return self.rule(**_pick(self.rule, options))
+        rule = self.rectified(options)
+        if rule is not None:
+            return rule
         assert self.weigh is not None
         return partial(self.weigh, **_pick(self.weigh, options))
 
@@ -80,63 +74,6 @@ class Attention:
         if self.output_transform is None:
             return output
         return self.output_transform(output, **_pick(self.output_transform, options))
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
-    ) -> Tensor | AttentionResult:
-        """Attend as `reluformer.attention` does: a tensor, or a result if extras are asked for."""
-        result = self.attend(q, k, v, **arguments)
-        extras = arguments.get("return_weights") or arguments.get("return_stats")
-        return result if extras or arguments.get("return_sums") else result.output
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        key_lengths: Tensor | None = None,
-        window: int | None = None,
-        scale: float | None = None,
-        bias: Tensor | None = None,
-        dropout_p: float = 0.0,
-        impl: str = "auto",
-        return_weights: bool = False,
-        return_stats: bool = False,
-        return_sums: SumsLevel | None = None,
-        entropy_every: int = 1,
-        check: bool = False,
-        **options: Any,
-    ) -> AttentionResult:
-        """Attend, with the result always in its named form."""
-        # Implementations know the table's rows, so the table meets them only when a call runs.
-        from reluformer.ops.backends.registry import run
-
-        check_tensors(q, k, v)
-        if scale is None:
-            scale = self.default_scale(q.shape[-1])
-        visibility = Visibility(mask, causal, key_lengths, window)
-        extras = (return_weights, return_stats, return_sums)
-        call = Call(q, k, v, visibility, scale, bias, dropout_p, *extras, entropy_every)
-        self.check(call, options, contents=check)
-        return run(self, call, options, impl)
-
-    def check(self, call: Call, options: Mapping[str, Any], *, contents: bool = False) -> None:
-        """Refuse a call or options that do not fit this attention; contents are read on request."""
-        unknown = sorted(set(options) - self.options)
-        if unknown:
-            allowed = ", ".join(sorted(self.options)) or "none"
-            raise UserError(
-                f"{self.name} attention has no option {unknown[0]!r}; its options: {allowed}"
-            )
-        check_call(call)
-        if self.halves and call.q.shape[-1] % 2:
-            raise UserError(f"{self.name} attention needs an even width D, got {call.q.shape[-1]}")
-        check_options(call, options, self.learned)
-        if contents:
-            check_contents(call, options)
 
     def default_scale(self, width: int) -> float:
         """1/sqrt(D) for dot products (of half the width where D is split), 1 for cosines."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from reluformer.errors import UserError
 from reluformer.ops.api import relu_attention
+from reluformer.ops.backends.fused import per_head_rule
 from reluformer.ops.backends.torch_state import needs_grad
-from reluformer.ops.call import FLOATS
+from reluformer.ops.checks import FLOATS
 from reluformer.ops.rule import Rectified
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -266,7 +267,7 @@ def decode_attention(
     ):
         from reluformer.ops.backends.triton.op import paged_attention
 
-        return paged_attention(q, cache, rule, scale=scale, causal=causal)
+        return paged_attention(q, cache, per_head_rule(rule, q), scale=scale, causal=causal)
     keys, values = cache.dense()
     return relu_attention(
         q, keys, values, mask=_visible(q, cache, keys.shape[2], causal), gamma=gamma,

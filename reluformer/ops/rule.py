@@ -9,8 +9,8 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.memory import Scores, hide
 
-POWERS = (1, 2, 3, 4, 8)
-"""Powers that a rectified rule can have, on every implementation."""
+POWERS = (1, 2, 4, 8)
+"""Powers of a rectified rule; every backend supports them."""
 POWERS_IN_WORDS = f"{', '.join(map(str, POWERS[:-1]))} or {POWERS[-1]}"
 
 
@@ -21,7 +21,7 @@ class Rectified:
     With unit-variance scores the sum of n rectified values has variance n/2, so exponent 0.5 keeps
     the output's variance at 1 for every length (ReLUFormer, Eq. 6). Exponent 1 with gamma 2 is
     ReLU/n (Wortsman et al. 2023), exponent 0 is plain ReLU. A negative threshold opens keys. The
-    power is 1, 2, 3, 4 or 8.
+    power is 1, 2, 4 or 8.
 
     gamma and threshold are numbers or tensors of one value per head, [H]; a threshold may also be
     one per row, broadcastable to [B, H, Tq, 1]. With `row_normalise`, each row is divided by its sum

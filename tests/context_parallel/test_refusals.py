@@ -45,7 +45,7 @@ def test_attentions_whose_parts_do_not_add_up(sequence: ShardedSequence, name: s
         ({"move": "queries", "alpha": 1.5}, "relu attention has no option 'alpha'"),
         ({"key_lengths": torch.ones(3, dtype=torch.int64)}, r"key_lengths must be .* shape \[2\]"),
         ({"gamma": torch.ones(3)}, "gamma must be a number or a tensor"),
-        ({"power": 5}, "power must be 1, 2, 3, 4 or 8"),
+        ({"power": 5}, "power must be 1, 2, 4 or 8"),
         (
             {"move": "queries", "row_normalise": 0.0},
             "row_normalise must be a finite number above 0, got 0",

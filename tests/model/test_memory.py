@@ -14,7 +14,10 @@ from reluformer.model.memories.dense import AllSlots
 from reluformer.model.memories.experts import Experts
 from reluformer.model.memories.product_keys import ProductKeys
 from reluformer.model.memory import MEMORIES, KeyValueMemory
+from reluformer.ops.api import attend
+from reluformer.ops.call import Call
 from reluformer.ops.definition import Attention
+from reluformer.ops.visibility import Visibility
 from tests.model.memories.kinds import KINDS, ORACLES, every_kind, make, oracle, takes_bias
 
 HOMOGENEOUS = {"relu", "reglu", "top_k", "product_key_relu", "sigma_moe"}
@@ -127,9 +130,8 @@ def test_weight_functions_serve_attention_as_they_are(kind: str) -> None:
     memory, x = make(kind, bias=True), queries(5)
     row = Attention(kind, "", "", weigh=MEMORIES[kind].weigh)
     q, k, v = (tensor[None, None] for tensor in (x, memory.keys, memory.values))
-    attended = row(q, k, v, scale=1.0, bias=memory.get_parameter("keys_bias"))
-    assert isinstance(attended, Tensor)
-    expected = attended[0, 0] + memory.get_parameter("values_bias")
+    call = Call(q, k, v, Visibility(), scale=1.0, bias=memory.get_parameter("keys_bias"))
+    expected = attend(row, call, {}).output[0, 0] + memory.get_parameter("values_bias")
     expected = expected if memory.finish is None else memory.finish(expected)
     torch.testing.assert_close(memory(x), expected)
 

@@ -8,7 +8,9 @@ import torch
 import reluformer
 from reluformer import ATTENTIONS, AttentionResult, Stats, attention, relu_attention
 from reluformer.errors import UserError
-from reluformer.ops.definition import Attention
+from reluformer.ops.api import attend
+from reluformer.ops.call import Call
+from reluformer.ops.visibility import Visibility
 from tests.ops.inputs import assert_same, every_attention, make, tensor_options
 
 
@@ -36,14 +38,14 @@ def test_extras_come_only_when_asked_for(name: str) -> None:
 
 
 @every_attention
-def test_the_table_calls_like_the_function(name: str) -> None:
+def test_attend_runs_a_row_of_the_table_like_the_function(name: str) -> None:
     q, k, v = make()
     options = tensor_options(name, q, v)
     row = ATTENTIONS[name]
-    assert_same(
-        row(q, k, v, causal=True, **options), attention(name, q, k, v, causal=True, **options)
-    )
-    assert row.attend(q, k, v, causal=True).weights is None
+    call = Call(q, k, v, Visibility(causal=True), row.default_scale(q.shape[-1]))
+    result = attend(row, call, options)
+    assert_same(result.output, attention(name, q, k, v, causal=True, **options))
+    assert result.weights is None and result.stats is None and result.sums is None
 
 
 @every_attention
@@ -81,19 +83,18 @@ def test_relu_attention_is_the_relu_row() -> None:
 
 def test_relu_attention_spells_out_every_argument_and_its_default() -> None:
     spelled = inspect.signature(relu_attention).parameters
-    shared = inspect.signature(Attention.attend).parameters
-    expected = {name: p.default for name, p in shared.items() if name not in ("self", "options")}
+    shared = inspect.signature(attention).parameters
+    expected = {name: p.default for name, p in shared.items() if name not in ("name", "options")}
     rule = inspect.signature(ATTENTIONS["relu"].rule).parameters
     expected |= {name: p.default for name, p in rule.items()}
     assert {name: p.default for name, p in spelled.items()} == expected
 
 
 def test_every_shared_argument_is_documented() -> None:
-    shared = set(inspect.signature(Attention.attend).parameters) - {"self", "options"}
-    for name in shared:
-        assert f"{name} " in attention.__doc__ or f" {name}" in attention.__doc__, name
+    for name in inspect.signature(attention).parameters:
+        assert f"        {name}: " in attention.__doc__ or f"**{name}: " in attention.__doc__, name
     for name in ATTENTIONS["relu"].options:
-        assert f"{name} " in relu_attention.__doc__, name
+        assert f"        {name}: " in relu_attention.__doc__, name
 
 
 def test_relu_attention_refuses_what_it_does_not_know() -> None:

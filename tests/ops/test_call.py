@@ -109,7 +109,7 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> N
         ("lssar", {"power": 0}, r"power must be greater than 0, got 0"),
         ("softpick", {"epsilon": 0.0}, r"epsilon must be greater than 0, got 0.0"),
         ("tra", {"kappa": -1.0}, r"kappa must be greater than 0, got -1.0"),
-        ("tda", {"power": 5}, r"power must be 1, 2, 3, 4 or 8, got 5"),
+        ("tda", {"power": 5}, r"power must be 1, 2, 4 or 8, got 5"),
         ("cosine_relu", {"temperature": 0.0}, r"temperature must be greater than 0, got 0.0"),
     ],
 )

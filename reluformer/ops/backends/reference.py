@@ -16,6 +16,11 @@ from reluformer.ops.rule import Rectified
 from reluformer.ops.stats import RowSums, row_sums, sum_of_w_log_w, summarise
 
 
+def why_not(attention: Attention, call: Call) -> str | None:
+    """None: the reference runs every call."""
+    return None
+
+
 def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
     """Score, weigh, read, finish: the definition that every other implementation must match.
 

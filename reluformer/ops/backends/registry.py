@@ -1,75 +1,91 @@
-"""Which implementation runs a call. An explicit request is obeyed or refused, never replaced."""
+"""The table of backends, and the choice of one for a call.
 
-import logging
+An explicitly requested backend runs the call or refuses it; it is never replaced by another.
+"""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import torch
-
 from reluformer.errors import UserError
-from reluformer.ops.backends import fused, reference, sdpa
-from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.backends import reference, sdpa
+from reluformer.ops.backends.cpu import op as cpu
+from reluformer.ops.backends.triton import op as triton
+from reluformer.ops.call import AttentionResult, Call, KernelResult
 from reluformer.ops.definition import Attention
-
-log = logging.getLogger("reluformer")
-
-Options = Mapping[str, Any]
+from reluformer.ops.rule import Rectified
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """How attentions run: `why_not` says in one clause why a call cannot, or None if it can."""
+class Kernel:
+    """A backend that computes rectified rules only; `fused` does the rest of the attention."""
 
-    run: Callable[[Attention, Call, Options], AttentionResult]
-    why_not: Callable[[Attention, Call, Options], str | None]
+    attend: Callable[[Call, Rectified], KernelResult]
+    why_not: Callable[[Call, Rectified], str | None]
+    """One clause that says why the kernel cannot run a call, or None if it can."""
     device: str | None = None
-    """`auto` considers it on this kind of device only; None means on all."""
+    """Device type on which `auto` considers the backend; None means any."""
     opaque: bool = False
-    """Whether compilers see one operator in its place, and nothing of what it does."""
+    """Whether `torch.compile` sees a single operator in place of the kernel."""
 
 
-def _anything(attention: Attention, call: Call, options: Options) -> str | None:
-    return None
+@dataclass(frozen=True)
+class Program:
+    """A backend in plain torch that computes whole attentions."""
+
+    run: Callable[[Attention, Call, Mapping[str, Any]], AttentionResult]
+    why_not: Callable[[Attention, Call], str | None]
+    """One clause that says why the backend cannot run a call, or None if it can."""
+    device: str | None = None
+    """Device type on which `auto` considers the backend; None means any."""
+    opaque: bool = False
+    """Whether `torch.compile` sees a single operator in place of the backend."""
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "triton": Implementation(fused.triton_run, fused.triton_why_not, device="cuda", opaque=True),
-    "cpu": Implementation(fused.cpu_run, fused.cpu_why_not, device="cpu"),
-    "sdpa": Implementation(sdpa.run, sdpa.why_not),
-    "reference": Implementation(reference.run, _anything),
+Backend = Kernel | Program
+
+BACKENDS: dict[str, Backend] = {
+    "triton": Kernel(triton.attend, triton.why_not, device="cuda", opaque=True),
+    "cpu": Kernel(cpu.attend, cpu.why_not, device="cpu"),
+    "sdpa": Program(sdpa.run, sdpa.why_not),
+    "reference": Program(reference.run, reference.why_not),
 }
-"""Fastest first; `impl="auto"` takes the first that can run the call."""
+"""Fastest first; `impl="auto"` takes the first backend that can run the call."""
 
 
-def run(attention: Attention, call: Call, options: Options, impl: str) -> AttentionResult:
-    """Run the call with the implementation that `impl` names."""
-    name = choose(attention, call, options, impl)
-    # A compiler cannot trace a logger.
-    if not torch.compiler.is_compiling():
-        _log_once(attention.name, name, call.q.device.type)
-    return IMPLEMENTATIONS[name].run(attention, call, options)
+def why_not(
+    backend: Backend, attention: Attention, call: Call, rule: Rectified | None
+) -> str | None:
+    """One clause that says why the backend cannot run the call, or None if it can."""
+    if isinstance(backend, Program):
+        return backend.why_not(attention, call)
+    if rule is None:
+        return "fused kernels run rectified rules only"
+    if call.return_weights or call.return_stats:
+        return "fused kernels return neither weights nor statistics beyond `return_sums`"
+    if call.bias is not None:
+        return "fused kernels take no score bias"
+    if rule.negative_slope != 0:
+        return f"fused kernels take no negative slope, got {rule.negative_slope}"
+    return backend.why_not(call, rule)
 
 
-def choose(attention: Attention, call: Call, options: Options, impl: str) -> str:
-    """Name of the implementation for this call; `auto` takes the fastest that supports it."""
+def choose(attention: Attention, call: Call, rule: Rectified | None, impl: str) -> str:
+    """Name of the backend for this call; `auto` takes the fastest that supports it.
+
+    rule is `attention.rectified(options)`.
+    """
     if impl == "auto":
         return next(
             name
-            for name, implementation in IMPLEMENTATIONS.items()
-            if implementation.device in (None, call.q.device.type)
-            and implementation.why_not(attention, call, options) is None
+            for name, backend in BACKENDS.items()
+            if backend.device in (None, call.q.device.type)
+            and why_not(backend, attention, call, rule) is None
         )
-    if impl not in IMPLEMENTATIONS:
-        allowed = ", ".join(["auto", *IMPLEMENTATIONS])
+    if impl not in BACKENDS:
+        allowed = ", ".join(["auto", *BACKENDS])
         raise UserError(f"impl must be one of {allowed}, got {impl!r}")
-    reason = IMPLEMENTATIONS[impl].why_not(attention, call, options)
+    reason = why_not(BACKENDS[impl], attention, call, rule)
     if reason is not None:
         raise UserError(f"impl={impl!r} cannot run this {attention.name} attention: {reason}")
     return impl
-
-
-@cache
-def _log_once(attention: str, implementation: str, device: str) -> None:
-    log.info("%s attention runs on %s with impl=%s", attention, device, implementation)

@@ -1,4 +1,4 @@
-"""Softmax attention through torch's fused kernels, so that comparisons meet softmax at its best."""
+"""Softmax attention through torch's fused kernels, the strongest baseline for comparisons."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,8 @@ _WITHOUT_PLANS = [
 ]
 
 
-def why_not(attention: Attention, call: Call, options: Mapping[str, Any]) -> str | None:
-    """Why this call cannot run here, or None."""
+def why_not(attention: Attention, call: Call) -> str | None:
+    """One clause that says why this call cannot run here, or None if it can."""
     if attention.name != "softmax":
         return "torch's fused kernels compute softmax only"
     if call.return_weights or call.return_stats or call.return_sums:
@@ -64,7 +64,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
 
 
 def _kernels(call: Call) -> AbstractContextManager[Any]:
-    """Which of torch's kernels may run: while a text is made, every token is a new shape."""
+    """Context that leaves out cuDNN during generation, where the KV length changes every step."""
     if call.q.is_cuda and torch.is_inference_mode_enabled():
         return sdpa_kernel(_WITHOUT_PLANS)
     return nullcontext()

@@ -140,9 +140,10 @@ def test_empty_tensors(name: str, impl: str, batch: int, rows: int, keys: int) -
     q, k, v = whole[0][:batch, :, :rows], *(t[:batch, :, :keys] for t in whole[1:])
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     for given in rules:
-        result = ATTENTIONS[name].attend(q, k, v, impl=impl, **given, **extras)
-        assert_same(result.output, torch.zeros(batch, 4, rows, 6, dtype=q.dtype))
-        for grad in gradients(result.output, [q, k, v]):
+        result = attention(name, q, k, v, impl=impl, **given, **extras)
+        output = result.output if extras else result
+        assert_same(output, torch.zeros(batch, 4, rows, 6, dtype=q.dtype))
+        for grad in gradients(output, [q, k, v]):
             assert not grad.any()
         if extras:
             assert result.weights.shape == (batch, 4, rows, keys)

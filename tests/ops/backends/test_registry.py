@@ -10,8 +10,9 @@ import torch
 
 from reluformer import attention
 from reluformer.errors import UserError
+from reluformer.ops import api
 from reluformer.ops.backends import reference, registry
-from reluformer.ops.backends.registry import IMPLEMENTATIONS, Implementation
+from reluformer.ops.backends.registry import BACKENDS, Program
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from tests.ops.inputs import make
@@ -26,11 +27,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(attention.name)
         return reference.run(attention, call, options)
 
-    def why_not(attention: Attention, call: Call, options: Mapping[str, Any]) -> str | None:
+    def why_not(attention: Attention, call: Call) -> str | None:
         return "it knows no dropout" if call.dropout_p else None
 
-    table = {"fast": Implementation(run, why_not), **IMPLEMENTATIONS}
-    monkeypatch.setattr(registry, "IMPLEMENTATIONS", table)
+    table = {"fast": Program(run, why_not), **BACKENDS}
+    monkeypatch.setattr(registry, "BACKENDS", table)
     return ran
 
 
@@ -45,9 +46,9 @@ def test_auto_takes_the_first_that_can(fast: list[str]) -> None:
 def test_auto_passes_over_the_implementations_of_other_devices(
     fast: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = registry.IMPLEMENTATIONS
+    table = registry.BACKENDS
     elsewhere = replace(table["fast"], device="cuda")
-    monkeypatch.setattr(registry, "IMPLEMENTATIONS", {**table, "fast": elsewhere})
+    monkeypatch.setattr(registry, "BACKENDS", {**table, "fast": elsewhere})
     q, k, v = make()
     attention("tda", q, k, v)
     assert not fast
@@ -71,7 +72,7 @@ def test_auto_passes_over_the_implementations_of_other_devices(
 def test_auto_on_a_cpu(
     name: str, arguments: dict[str, Any], chosen: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry._log_once.cache_clear()
+    api._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="reluformer"):
         attention(name, *make(), **arguments)
     assert caplog.messages == [f"{name} attention runs on cpu with impl={chosen}"]
@@ -98,7 +99,7 @@ def test_an_unknown_implementation_is_refused_with_the_known_ones(fast: list[str
 
 
 def test_the_reference_runs_whatever_the_others_refuse() -> None:
-    assert list(IMPLEMENTATIONS)[-1] == "reference"
+    assert list(BACKENDS)[-1] == "reference"
     q, k, v = make()
     for arguments in ({"return_weights": True}, {"return_stats": True}, {"dropout_p": 0.1}):
         assert attention("tra", q, k, v, bias=torch.zeros(5), **arguments) is not None
@@ -106,7 +107,7 @@ def test_the_reference_runs_whatever_the_others_refuse() -> None:
 
 def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = make()
-    registry._log_once.cache_clear()
+    api._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="reluformer"):
         for _ in range(3):
             attention("cog", q, k, v, impl="reference")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from reluformer import ATTENTIONS, attention
+from reluformer import attention
 from reluformer.errors import UserError
 from reluformer.ops.call import AttentionResult
 from tests.ops.inputs import assert_same, gradients, make
@@ -102,7 +102,7 @@ def test_an_explicit_request_that_cannot_run_is_refused(
     name: str, arguments: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UserError, match=rf"impl='sdpa' cannot run this {name} .*{reason}"):
-        ATTENTIONS[name](*make(), impl="sdpa", **arguments)
+        attention(name, *make(), impl="sdpa", **arguments)
 
 
 @pytest.mark.gpu

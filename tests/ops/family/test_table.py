@@ -10,7 +10,6 @@ from torch import Tensor
 
 from reluformer import ATTENTIONS, attention
 from reluformer.errors import UserError
-from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import lookup
 from tests.ops.inputs import (
     NAMES,
@@ -45,7 +44,7 @@ def test_rows_describe_themselves(name: str) -> None:
 
 
 def test_options_never_hide_the_shared_arguments() -> None:
-    shared = set(inspect.signature(Attention.attend).parameters)
+    shared = set(inspect.signature(attention).parameters)
     for row in ATTENTIONS.values():
         assert not row.options & shared, row.name
 

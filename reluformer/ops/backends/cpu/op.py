@@ -21,77 +21,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reluformer.errors import UserError
 from reluformer.ops.backends.cpu import tiles
 from reluformer.ops.backends.cpu.native import calls as native
+from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
 from reluformer.ops.backends.torch_state import needs_grad
-from reluformer.ops.rule import POWERS, POWERS_IN_WORDS
-from reluformer.ops.visibility import Visibility
+from reluformer.ops.call import Call, KernelResult
+from reluformer.ops.rule import Rectified
 
 
-def supports(q: Tensor, *, scale: float) -> str | None:
-    """None if this path can run the call, else the reason."""
-    if q.device.type != "cpu":
-        return f"it needs CPU tensors, and q is on {q.device.type}"
-    if q.dtype not in tiles.ROWS:
-        return f"it takes float32, float64 or bfloat16, got {q.dtype}"
-    if not scale > 0:
-        return f"scale must be positive, got {scale}"
+def why_not(call: Call, rule: Rectified) -> str | None:
+    """One clause that says why this backend cannot run the call, or None if it can."""
+    if call.q.device.type != "cpu":
+        return f"it needs CPU tensors, and q is on {call.q.device.type}"
+    if call.q.dtype not in tiles.ROWS:
+        return f"it takes float32, float64 or bfloat16, got {call.q.dtype}"
+    if not call.scale > 0:
+        return f"scale must be positive, got {call.scale}"
+    if call.packing is not None:
+        return "it takes no packed sequences"
     if torch.compiler.is_compiling():
         return "its loops are not for compilers"
     return None
 
 
-def rectified_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    gamma: float | Tensor,
-    length_exponent: float,
-    power: int,
-    threshold: float | Tensor,
-    causal: bool,
-    window: int | None,
-    key_lengths: Tensor | None,
-    mask: Tensor | None,
-    dropout_p: float,
-    statistics: int,
-    row_normalise: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def attend(call: Call, rule: Rectified) -> KernelResult:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
 
-    q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] in float32, float64 or bfloat16; the
-    other arguments and the results are those of `reluformer.ops.backends.triton.op.rectified_attention`.
-    Statistics are float32, float64 for float64 inputs. In bfloat16 a NaN score counts as zero.
+    q, k and v are float32, float64 or bfloat16. Row sums are float32, float64 for float64 inputs.
+    In bfloat16 a NaN score counts as zero.
     """
-    if not scale > 0:
-        raise UserError(f"impl='cpu' needs a positive scale, not {scale}.")
-    if power not in POWERS:
-        raise UserError(f"impl='cpu' takes a power of {POWERS_IN_WORDS}, not {power}.")
-    if power > 2:
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    if rule.power > 2:
         # High powers of unscaled products could overflow; a power of two changes no digit of q.
         unit = 2.0 ** round(math.log2(scale))
         q, scale = q * unit, scale / unit
-    heads, n_q, n_k = q.shape[1], q.shape[2], k.shape[2]
+    n_q, n_k = q.shape[2], k.shape[2]
     per_head = [
-        value.expand(heads) if isinstance(value, Tensor) else None for value in (gamma, threshold)
+        value if isinstance(value, Tensor) else None for value in (rule.gamma, rule.threshold)
     ]
     trained = needs_grad(q, k, v, *per_head)
     short = n_q < tiles.MANY_ROWS or (trained and n_q * n_k <= tiles.SHORT)
-    masked = mask is not None or dropout_p > 0
+    masked = call.visibility.mask is not None or call.dropout_p > 0
+    statistics = call.statistics
     compiled = native.supports(q, k, v, trained=trained, masked=masked, statistics=statistics)
     plan = tiles.Plan(
         scale,
-        float(gamma) if per_head[0] is None else 1.0,
-        float(threshold) if per_head[1] is None else 0.0,
-        length_exponent,
-        power,
-        Visibility(mask, causal, key_lengths, window),
-        dropout_p,
-        statistics if row_normalise is None else max(statistics, 1),
-        row_normalise or 0.0,
+        float(rule.gamma) if per_head[0] is None else 1.0,
+        float(rule.threshold) if per_head[1] is None else 0.0,
+        rule.length_exponent,
+        rule.power,
+        call.visibility,
+        call.dropout_p,
+        statistics if rule.row_normalise is None else max(statistics, 1),
+        rule.row_normalise or 0.0,
         n_k,
         n_k - n_q,
         short or masked,
@@ -104,7 +86,7 @@ def rectified_attention(
         else:
             found = _forward(plan, q, k, v, *per_head)[0]
     out, row_sum, log_sum = found
-    return out, row_sum if statistics else None, log_sum
+    return KernelResult(out, row_sum if statistics else None, log_sum)
 
 
 def _no_autocast() -> AbstractContextManager[Any]:
@@ -203,14 +185,8 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, shift = _by_tiles(plan, q, k, v, opening, given, x, kept)
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:
-            if plan.row_normalise:
-                # Weights and the sum that divides them scale alike: this much of gamma is left.
-                dot *= plan.row_normalise / (sums + plan.row_normalise)
-            if grad_sum is not None:
-                dot += grad_sum * sums
-            if grad_log is not None:
-                dot += grad_log * (sums + logs)
-            d_gamma = (-dot.sum((0, 2)) / gamma).to(gamma.dtype)
+            grads = RowGradients(grad_sum, grad_log)
+            d_gamma = gamma_gradient(gamma, dot, sums, logs, grads, plan.row_normalise)
         if ctx.needs_input_grad[5]:
             assert shift is not None
             d_threshold = (-shift.sum(0) / plan.scale).to(threshold.dtype)

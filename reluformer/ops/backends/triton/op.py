@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from reluformer.errors import UserError
 from reluformer.ops.backends.torch_state import autocast_dtype
 from reluformer.ops.backends.triton.layout import last_contiguous, packed_view
-from reluformer.ops.backends.triton.operators import attend, attend_pages
+from reluformer.ops.backends.triton.operators import attend as run_operator
+from reluformer.ops.backends.triton.operators import attend_pages
+from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.rule import POWERS, POWERS_IN_WORDS, Rectified
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 WIDTHS = (16, 32, 64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_not(call: Call, rule: Rectified) -> str | None:
+    """One clause that says why the kernels cannot run this call, or None if they can."""
+    return supports(call.q, call.k, call.v, scale=call.scale, power=rule.power)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> str | None:
@@ -70,136 +76,55 @@ def _missing_on_gpu() -> str | None:
     return None
 
 
-def _call(
-    q, k, v, *, scale, gamma, length_exponent, power, threshold, causal, window, key_lengths, mask,
-    cu_q, cu_k, max_q, max_k, dropout_p, statistics, row_normalise, entropy_every=1,
-):  # fmt: skip
-    """Bring the arguments into the operator's form; q, k, v are [B, H, T, D]."""
+def attend(call: Call, rule: Rectified) -> KernelResult:
+    """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
+
+    Any strides with a contiguous last dimension; `gamma` and `threshold` of the rule are numbers or
+    contiguous [H]. Returns the output and, [B, H, Tq] float32 ([N, H] for packed calls), sum_j w
+    and sum_j w log w as far as the call requests them, both of the weights before dropout and row
+    normalisation. Everything is differentiable in q, k, v, gamma and threshold, and repeatable bit
+    by bit. With packed sequences, rows past the last sequence are zero.
+    """
+    q, k, v, packing, rules = call.q, call.k, call.v, call.packing, call.visibility
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    reason = supports(q, k, v, scale=scale, power=power)
-    if reason is not None:
-        raise UserError(reason)
-    heads = q.shape[1]
-    if heads % k.shape[1] or k.shape[1] != v.shape[1]:
-        raise UserError(
-            f"k and v must have a number of heads that divides the {heads} of q, "
-            f"not {k.shape[1]} and {v.shape[1]}."
-        )
-    if window is not None and window < 1:
-        raise UserError(f"window must be at least 1, not {window}.")
+    if packing is not None:
+        q, k, v = packed_view(q), packed_view(k), packed_view(v)
     seed = None
-    if dropout_p > 0:
+    if call.dropout_p > 0:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device)
-    out, row_sum, log_sum, _ = attend(
+    gamma, threshold, statistics = rule.gamma, rule.threshold, call.statistics
+    out, row_sum, log_sum, _ = run_operator(
         last_contiguous(q),
         last_contiguous(k),
         last_contiguous(v),
-        _per_head(gamma, heads),
-        _per_head(threshold, heads),
-        None if key_lengths is None else key_lengths.contiguous(),
-        mask,
-        cu_q,
-        cu_k,
+        gamma if isinstance(gamma, Tensor) else None,
+        threshold if isinstance(threshold, Tensor) else None,
+        None if rules.key_lengths is None else rules.key_lengths.contiguous(),
+        rules.mask,
+        None if packing is None else packing.cu_q.contiguous(),
+        None if packing is None else packing.cu_k.contiguous(),
         seed,
-        float(scale),
+        float(call.scale),
         1.0 if isinstance(gamma, Tensor) else float(gamma),
         0.0 if isinstance(threshold, Tensor) else float(threshold),
-        float(length_exponent),
-        power,
-        causal,
-        window or 0,
-        float(dropout_p),
-        max_q,
-        max_k,
-        entropy_every,
-        float(row_normalise or 0.0),
-        statistics if row_normalise is None else max(statistics, 1),
+        float(rule.length_exponent),
+        rule.power,
+        rules.causal,
+        rules.window or 0,
+        float(call.dropout_p),
+        q.shape[2] if packing is None else packing.max_q,
+        k.shape[2] if packing is None else packing.max_k,
+        call.entropy_every,
+        float(rule.row_normalise or 0.0),
+        statistics if rule.row_normalise is None else max(statistics, 1),
     )
-    return out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
-
-
-def _per_head(value: float | Tensor, heads: int) -> Tensor | None:
-    """A tensor as contiguous [H]; None for a number, which is passed on its own."""
-    if not isinstance(value, Tensor):
-        return None
-    return (value if value.shape == (heads,) else value.expand(heads)).contiguous()
-
-
-def rectified_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    gamma: float | Tensor,
-    length_exponent: float,
-    power: int,
-    threshold: float | Tensor,
-    causal: bool,
-    window: int | None,
-    key_lengths: Tensor | None,
-    mask: Tensor | None,
-    dropout_p: float,
-    statistics: int,
-    row_normalise: float | None = None,
-    entropy_every: int = 1,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
-
-    q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; any strides with a contiguous last
-    dimension. `gamma` and `threshold` are numbers or [H]; `key_lengths` [B]; `mask` is boolean and
-    broadcasts to [B, H, Tq, Tk]; `causal` and `window` are aligned at the end. Returns the output
-    [B, H, Tq, Dv] and, [B, H, Tq] float32, sum_j w if `statistics` is 1 or 2 and sum_j w log w if
-    it is 2 (which costs a logarithm per weight), both of the weights before dropout, else None.
-    With `row_normalise`, above 0, output rows are divided by sum_j w plus that number; the weights that
-    statistics are of are not. Everything is differentiable in q, k, v, gamma and threshold, and
-    repeatable bit by bit. Above 1, `entropy_every` makes sum_j w log w in the rows of
-    `reluformer.ops.stats.sampled_rows` only: elsewhere it is 0, whatever the inputs are.
-    """
-    return _call(
-        q, k, v, scale=scale, gamma=gamma, length_exponent=length_exponent, power=power,
-        threshold=threshold, causal=causal, window=window, key_lengths=key_lengths, mask=mask,
-        cu_q=None, cu_k=None, max_q=q.shape[2], max_k=k.shape[2], dropout_p=dropout_p,
-        statistics=statistics, row_normalise=row_normalise, entropy_every=entropy_every,
-    )  # fmt: skip
-
-
-def rectified_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    gamma: float | Tensor,
-    length_exponent: float,
-    power: int,
-    threshold: float | Tensor,
-    causal: bool,
-    window: int | None,
-    dropout_p: float,
-    statistics: int,
-    row_normalise: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`rectified_attention` over sequences packed one after the other, without padding.
-
-    q [N, H, D], k [M, Hkv, D], v [M, Hkv, Dv]; sequence b holds rows cu_seqlens[b] to
-    cu_seqlens[b + 1] (int32 or int64, [B + 1]), at most `max_q` and `max_k` of them. Returns
-    [N, H, Dv] and, with `statistics`, [N, H] each; rows past the last sequence are zero.
-    """
-    out, row_sum, log_sum = _call(
-        packed_view(q), packed_view(k), packed_view(v), scale=scale, gamma=gamma,
-        length_exponent=length_exponent, power=power, threshold=threshold, causal=causal,
-        window=window, key_lengths=None, mask=None, cu_q=cu_seqlens_q.contiguous(),
-        cu_k=cu_seqlens_k.contiguous(), max_q=max_q, max_k=max_k, dropout_p=dropout_p,
-        statistics=statistics, row_normalise=row_normalise,
-    )  # fmt: skip
-    return out[0].transpose(0, 1), row_sum, log_sum
+    if packing is not None:
+        out = out[0].transpose(0, 1)
+    return KernelResult(
+        out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
+    )
 
 
 def paged_attention(
@@ -210,7 +135,7 @@ def paged_attention(
     Row i of a sequence of n keys stands at key n - Tq + i; the other arguments and the result are
     those of `reluformer.ops.paged_cache.decode_attention`.
     """
-    gamma, threshold, heads = rule.gamma, rule.threshold, q.shape[1]
+    gamma, threshold = rule.gamma, rule.threshold
     out: Tensor = attend_pages(
         last_contiguous(q),
         pages.keys,
@@ -219,8 +144,8 @@ def paged_attention(
         pages.lengths,
         pages.key_min,
         pages.key_max,
-        _per_head(gamma, heads),
-        _per_head(threshold, heads),
+        gamma if isinstance(gamma, Tensor) else None,
+        threshold if isinstance(threshold, Tensor) else None,
         float(scale),
         1.0 if isinstance(gamma, Tensor) else float(gamma),
         0.0 if isinstance(threshold, Tensor) else float(threshold),

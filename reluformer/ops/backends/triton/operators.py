@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
 from reluformer.ops.backends.torch_state import is_untraced, needs_grad
 from reluformer.ops.backends.triton.layout import empty_heads, last_contiguous, row_values
-from reluformer.ops.stats import sampled_rows
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? gamma, Tensor? threshold, Tensor? key_lengths, "
@@ -90,7 +90,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, grad_out, grad_sum, grad_log, _):
     *tensors, out, row_sum, log_sum, count = ctx.saved_tensors
     q, _, v, gamma, threshold, _, mask = tensors[:7]
-    packed, every, epsilon = tensors[7] is not None, *ctx.numbers[-2:]
+    every, epsilon = ctx.numbers[-2:]
     need_gamma, need_shift = ctx.needs_input_grad[3:5]
     if grad_out is None:
         grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -110,17 +110,8 @@ def _backward(ctx, grad_out, grad_sum, grad_log, _):
         dq, dk, dv, row_dot, shift = found
     d_gamma = d_threshold = None
     if need_gamma:
-        if epsilon > 0:
-            # Weights and the sum that divides them scale alike: this much of gamma is left.
-            row_dot = row_dot * (epsilon / (row_sum + epsilon))
-        if grad_sum is not None:
-            row_dot = row_dot + grad_sum * row_sum
-        if grad_log is not None:
-            log_part = grad_log * (row_sum + log_sum)
-            if every > 1:
-                log_part *= sampled_rows(*log_part.shape, every, q.device)
-            row_dot = row_dot + log_part
-        d_gamma = (-row_dot.sum((0,) if packed else (0, 2)) / gamma.float()).to(gamma.dtype)
+        grads = RowGradients(grad_sum, grad_log)
+        d_gamma = gamma_gradient(gamma, row_dot, row_sum, log_sum, grads, epsilon, every)
     if need_shift:
         d_threshold = -shift.to(threshold.dtype)
     return dq, dk, dv, d_gamma, d_threshold, *([None] * (_FIELDS - 4))

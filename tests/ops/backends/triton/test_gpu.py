@@ -9,7 +9,7 @@ from reluformer.errors import UserError
 from reluformer.ops.backends.triton import launch, op, tuning
 from reluformer.ops.stats import sampled_rows
 from tests.ops.backends.triton.test_op import _check_compiled, _check_dropout, _varlen
-from tests.ops.rectified import CASES, Arguments, Case, arguments, check, found
+from tests.ops.rectified import CASES, Arguments, Case, arguments, check, found, run_kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,10 +31,10 @@ def check_or_refusal(case: Case, dtype: torch.dtype) -> None:
     """The formula, or for the powers that float16 cannot hold a refusal."""
     given = arguments(case, dtype, "cuda")
     if case.power <= 2 or dtype != torch.float16:
-        check(op.rectified_attention, given, *LOOSE[dtype])
+        check(op.attend, given, *LOOSE[dtype])
         return
     with pytest.raises(UserError, match="needs bfloat16 or float32"):
-        found(op.rectified_attention, given)
+        found(op.attend, given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -49,10 +49,10 @@ def test_every_tile(kernel: tuning.Kernel, width: int, dtype: torch.dtype) -> No
             for tma in (None, False) if case.causal else (None,):
                 with tuning.override({kernel: tile}, tma=tma):
                     given = arguments(case, dtype, "cuda", transposed=tma is None)
-                    check(op.rectified_attention, given, *BOUNDS[dtype])
+                    check(op.attend, given, *BOUNDS[dtype])
             divided = replace(case, row_normalise=0.01)
             with tuning.override({kernel: tile}):
-                check(op.rectified_attention, arguments(divided, dtype, "cuda"), *LOOSE[dtype])
+                check(op.attend, arguments(divided, dtype, "cuda"), *LOOSE[dtype])
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -64,8 +64,8 @@ def test_sampled_entropies_are_some_of_all(width: int, causal: bool) -> None:
     q, k, v = (given.leaves[name] for name in "qkv")
     results = []
     for every in (1, 2):
-        out, row_sum, log_sum = op.rectified_attention(
-            q, k, v, **given.options, entropy_every=every
+        out, row_sum, log_sum = run_kernel(
+            op.attend, q, k, v, {**given.options, "entropy_every": every}
         )
         assert row_sum is not None and log_sum is not None
         log_sum = log_sum * sampled_rows(*log_sum.shape, 2, q.device)
@@ -111,7 +111,7 @@ def test_prepared_launches_repeat_the_first_bit_by_bit(row_normalise: float | No
     # Others may have left launches that never came about.
     launch.LAUNCHES.clear()
     given = _medium(row_normalise)
-    first, second, third = (found(op.rectified_attention, given) for _ in range(3))
+    first, second, third = (found(op.attend, given) for _ in range(3))
     assert all(each.compiled is not None for each in launch.LAUNCHES.values())
     for later in (second, third):
         assert torch.equal(first[0][0], later[0][0])
@@ -121,7 +121,7 @@ def test_prepared_launches_repeat_the_first_bit_by_bit(row_normalise: float | No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_on_another_device_than_the_current_one() -> None:
     case = Case("device", causal=True, width=64, value_width=64)
-    check(op.rectified_attention, arguments(case, torch.bfloat16, "cuda:1"), *LOOSE[torch.bfloat16])
+    check(op.attend, arguments(case, torch.bfloat16, "cuda:1"), *LOOSE[torch.bfloat16])
 
 
 @either
@@ -129,14 +129,14 @@ def test_captured_in_a_graph(row_normalise: float | None) -> None:
     given = _medium(row_normalise)
     q, k, v = (given.leaves[name].detach() for name in "qkv")
     given.options["gamma"] = given.options["gamma"].detach()
-    wanted = op.rectified_attention(q, k, v, **given.options)[0]
+    wanted = run_kernel(op.attend, q, k, v, given.options)[0]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        op.rectified_attention(q, k, v, **given.options)
+        run_kernel(op.attend, q, k, v, given.options)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = op.rectified_attention(q, k, v, **given.options)[0]
+        captured = run_kernel(op.attend, q, k, v, given.options)[0]
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, wanted)
@@ -151,7 +151,7 @@ def test_lengths_do_not_compile_again() -> None:
     for length in (300, 301, 16, 1):
         case = Case("length", queries=length, keys=length, width=64, value_width=64)
         given = arguments(case, torch.bfloat16, "cuda")
-        found(op.rectified_attention, given)
+        found(op.attend, given)
         if length == 300:
             before = kernels()
     assert kernels() == before

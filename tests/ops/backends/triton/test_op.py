@@ -12,6 +12,9 @@ from reluformer import relu_attention
 from reluformer.errors import UserError
 from reluformer.ops.backends.triton import op, tuning
 from reluformer.ops.backends.triton.tuning import Tile
+from reluformer.ops.call import Call, Packing
+from reluformer.ops.rule import Rectified
+from reluformer.ops.visibility import Visibility
 from tests.ops.rectified import (
     CASES,
     Arguments,
@@ -21,6 +24,7 @@ from tests.ops.rectified import (
     expected,
     found,
     huge,
+    run_kernel,
     weights,
 )
 
@@ -41,7 +45,7 @@ def test_matches_the_formula(at: int) -> None:
     # Descriptors and pointers, both memory orders, over the cases.
     with tuning.override(dict(SMALL), tma=at % 2 == 0):
         given = arguments(CASES[at], torch.float32, "cpu", transposed=at % 3 > 0)
-        check(op.rectified_attention, given, 2e-6, 5e-6)
+        check(op.attend, given, 2e-6, 5e-6)
 
 
 @on_cpu
@@ -68,7 +72,7 @@ def test_matches_the_formula(at: int) -> None:
 def test_variants_of_a_tile(case: Case, tma: bool) -> None:
     tile = Tile(16, 16, 4, 1, one_loop=case.name == "one loop", prescale=True)
     with tuning.override(dict.fromkeys(KERNELS, tile), tma=tma):
-        check(op.rectified_attention, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
+        check(op.attend, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
 
 
 @on_cpu
@@ -78,7 +82,7 @@ def test_float16(row_normalise: float | None) -> None:
         "half", causal=True, threshold=0.1, gamma=True, statistics=2, row_normalise=row_normalise
     )
     with tuning.override(dict(SMALL), tma=True):
-        check(op.rectified_attention, arguments(case, torch.float16, "cpu"), 3e-3, 6e-3)
+        check(op.attend, arguments(case, torch.float16, "cpu"), 3e-3, 6e-3)
 
 
 @on_cpu
@@ -92,7 +96,7 @@ def test_scales_what_would_leave_the_range(
 ) -> None:
     case = Case("large", queries=16, keys=16, power=power, threshold=0.05)
     with tuning.override(dict(SMALL)):
-        check(op.rectified_attention, huge(case, dtype, "cpu", size), bound, 2 * bound)
+        check(op.attend, huge(case, dtype, "cpu", size), bound, 2 * bound)
 
 
 def _dropout_case(power: int) -> tuple[Arguments, Tensor]:
@@ -103,7 +107,7 @@ def _dropout_case(power: int) -> tuple[Arguments, Tensor]:
     q, k = given.leaves["q"], given.leaves["k"]
     torch.manual_seed(1)
     # With v the identity the output shows the weights that were kept.
-    shown, _, _ = op.rectified_attention(q, k, identity, **given.options)
+    shown, _, _ = run_kernel(op.attend, q, k, identity, given.options)
     w = weights(given.leaves, given.options)
     kept = torch.where(w > 1e-6, shown / w.clamp(min=1e-6), 0.0).detach()
     return given, kept
@@ -116,7 +120,7 @@ def _check_dropout(power: int, row_normalise: float | None = None) -> None:
     assert 0.1 < float((kept > 0).float().mean()) < 0.5
     assert torch.allclose(kept[kept > 0], torch.tensor(1 / 0.6, device=DEVICE), rtol=1e-2)
     torch.manual_seed(1)
-    outputs, grads = found(op.rectified_attention, given)
+    outputs, grads = found(op.attend, given)
     wanted, wanted_grads = expected(given, (kept > 0).double() / 0.6)
     torch.testing.assert_close([x.double() for x in outputs], wanted, rtol=1e-3, atol=1e-4)
     for name, grad in wanted_grads.items():
@@ -139,8 +143,8 @@ def test_dropout_looks_random() -> None:
     masks = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        shown, _, _ = op.rectified_attention(
-            ones[:, :, :queries], ones, identity, **{**options, "dropout_p": 0.3}
+        shown, _, _ = run_kernel(
+            op.attend, ones[:, :, :queries], ones, identity, {**options, "dropout_p": 0.3}
         )
         masks.append((shown[0] > 0).double() - 0.7)
     first, second = masks
@@ -170,12 +174,8 @@ def _varlen(dtype: torch.dtype, row_normalise: float | None = None) -> dict[str,
     tail = torch.full((2, 4, 16), float("nan"), device=DEVICE, dtype=dtype)
     for name in packed:
         packed[name] = torch.cat([packed[name], tail[:, : packed[name].shape[1]]]).requires_grad_()
-    options = {name: value for name, value in given.options.items()
-               if name not in ("key_lengths", "mask")}  # fmt: skip
     cu = [torch.tensor(ends, device=DEVICE, dtype=torch.int32) for ends in (q_ends, k_ends)]
-    result = op.rectified_attention_varlen(
-        packed["q"], packed["k"], packed["v"], *cu, 19, 33, **options
-    )
+    result = run_kernel(op.attend, *packed.values(), given.options, Packing(*cu, 19, 33))
     leaves = [*packed.values(), given.leaves["gamma"], given.leaves["threshold"]]
     cotangents = [torch.randn_like(x) for x in result]
     grads = torch.autograd.grad(result, leaves, cotangents)
@@ -233,7 +233,7 @@ def test_padding_may_hold_anything(one_loop: bool, tma: bool) -> None:
             given.leaves[name][0, :, 20:] = float("nan")
             given.leaves[name][1] = float("inf")
     with tuning.override(_small(one_loop), tma=tma):
-        outputs, grads = found(op.rectified_attention, given)
+        outputs, grads = found(op.attend, given)
     torch.testing.assert_close(outputs[0].double(), clean[0], rtol=1e-4, atol=1e-5)
     for name, wanted in clean_grads.items():
         torch.testing.assert_close(grads[name].double(), wanted, rtol=1e-4, atol=1e-5)
@@ -243,7 +243,7 @@ def test_padding_may_hold_anything(one_loop: bool, tma: bool) -> None:
 def test_no_queries_or_no_keys() -> None:
     for queries, keys in ((0, 5), (5, 0)):
         given = arguments(Case("", queries=queries, keys=keys, statistics=2), torch.float32, "cpu")
-        outputs, grads = found(op.rectified_attention, given)
+        outputs, grads = found(op.attend, given)
         assert all(not each.any() for each in (*outputs, *grads.values()))
 
 
@@ -251,7 +251,7 @@ def test_no_queries_or_no_keys() -> None:
 def test_two_runs_agree_bit_by_bit_and_keep_the_layout() -> None:
     given = arguments(CASES[1], torch.float32, "cpu")
     with tuning.override(dict(SMALL)):
-        first, second = (found(op.rectified_attention, given) for _ in range(2))
+        first, second = (found(op.attend, given) for _ in range(2))
     assert torch.equal(first[0][0], second[0][0])
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
     # Heads can be joined without a copy.
@@ -265,9 +265,7 @@ def _check_compiled(given: Arguments, backend: str) -> None:
     def step(scale: float) -> Tensor:
         q, k, v = (given.leaves[name] for name in "qkv")
         options = {**given.options, "scale": scale}
-        found = [
-            each for each in op.rectified_attention(q * 1.0, k, v, **options) if each is not None
-        ]
+        found = [each for each in run_kernel(op.attend, q * 1.0, k, v, options) if each is not None]
         return sum((each.float().square().sum() for each in found), torch.zeros(()))
 
     plain = torch.autograd.grad(step(0.1), leaves)
@@ -308,26 +306,26 @@ def test_operator_is_well_formed(row_normalise: float) -> None:
     ],
 )
 def test_refuses_in_one_sentence(change: dict[str, Any], message: str) -> None:
-    given = arguments(CASES[0], torch.float32, DEVICE)
-    q, k, v = (given.leaves[name] for name in "qkv")
+    q, k, v = (torch.zeros(1, 2, 3, 16, device=DEVICE) for _ in "qkv")
     with pytest.raises(UserError, match=message):
-        op.rectified_attention(q, k, v, **{**given.options, **change})
+        relu_attention(q, k, v, impl="triton", **change)
 
 
 def test_high_powers_refuse_float16_however_it_comes() -> None:
     q = torch.zeros(1, 2, 3, 16, device=DEVICE)
-    text = "impl='triton' cannot run this relu attention: power 3 needs bfloat16 or float32"
+    text = "impl='triton' cannot run this relu attention: power 4 needs bfloat16 or float32"
     with pytest.raises(UserError, match=text):
-        relu_attention(q.half(), q.half(), q.half(), power=3, impl="triton")
+        relu_attention(q.half(), q.half(), q.half(), power=4, impl="triton")
     with torch.autocast(DEVICE, torch.float16):
         with pytest.raises(UserError, match=text):
-            relu_attention(q, q, q, power=3, impl="triton")
-        assert not relu_attention(q, q, q, power=3).any()
-    assert not relu_attention(q.half(), q.half(), q.half(), power=3).any()
+            relu_attention(q, q, q, power=4, impl="triton")
+        assert not relu_attention(q, q, q, power=4).any()
+    assert not relu_attention(q.half(), q.half(), q.half(), power=4).any()
 
 
-def test_supports_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 2, 3, 24)
-    assert "head widths" in (op.supports(x, x, x, scale=1.0, power=1) or "head widths")
+    call = Call(x, x, x, Visibility(), scale=1.0)
+    assert "head widths" in (op.why_not(call, Rectified()) or "head widths")
     monkeypatch.delitem(os.environ, "TRITON_INTERPRET", raising=False)
-    assert "CUDA" in (op.supports(x, x, x, scale=1.0, power=1) or "")
+    assert "CUDA" in (op.why_not(call, Rectified()) or "")

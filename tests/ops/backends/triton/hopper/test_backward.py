@@ -152,7 +152,7 @@ def check(*args: int, **options: Any) -> None:
     keys=st.integers(1, 300),
     programs=st.integers(1, 4),
     causal=st.booleans(),
-    power=st.sampled_from((1, 1, 1, 2, 3, 4, 8)),
+    power=st.sampled_from((1, 1, 1, 2, 4, 8)),
     threshold=st.sampled_from((None, -0.5, 0.25)),
     padded=st.booleans(),
     group=st.sampled_from((1, 2)),
@@ -240,7 +240,6 @@ CASES = [
          threshold=(-4.0, -2.0), row_normalise=1e-4),
     Case("divided", gamma=True, row_normalise=1e-2, statistics=1),
     Case("squared", power=2, causal=True, threshold=0.2),
-    Case("cubed", power=3, threshold=-2.0),
     Case("power eight", power=8, threshold=-4.0, row_normalise=1e-4, statistics=1),
     Case("power four with padding", batch=2, causal=True, power=4, threshold=-2.0, row_normalise=1e-4,
          key_lengths=(10**6, 70)),
@@ -270,7 +269,7 @@ def test_matches_the_formula_on_the_device(case: Case, width: int, sign_bytes: i
         for transposed in (True, False):
             call = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
             with tuning.override(specialised=True, sign_bytes=sign_bytes):
-                check_gradients(op.rectified_attention, call, 9e-3, 18e-3)
+                check_gradients(op.attend, call, 9e-3, 18e-3)
     launched = {each.kernel.__name__ for each in launch.LAUNCHES.values() if _special(each)}
     assert launched >= {"specialised_keys_kernel", "specialised_queries_kernel"}
 

@@ -48,7 +48,7 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         limit = fit * 256 * (256 if case.keys > 128 else 128) // 8
         with tuning.override(small, tma=at % 2 > 0, sign_bytes=limit):
             parts.clear()
-            check(op.rectified_attention, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
+            check(op.attend, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
         assert parts == [fit] * (case.batch * case.heads // fit)
 
 
@@ -63,7 +63,7 @@ def test_parts_of_another_whole_take_no_launch_of_it() -> None:
         made.leaves |= {name: each.requires_grad_() for name, each in wide.items()}
         made.cotangents[0] = _in_ten_heads(made.cotangents[0])
         with tuning.override(small, sign_bytes=2 * 256 * 128 // 8):
-            check(op.rectified_attention, made, 2e-6, 5e-6)
+            check(op.attend, made, 2e-6, 5e-6)
 
 
 def _in_ten_heads(given: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_gradients_from_signs_on_the_device(at: int, width: int, dtype: torch.dt
     made = arguments(case, dtype, "cuda")
     for heads in (case.batch * case.heads, 2):
         with tuning.override(sign_bytes=heads * 3072 * 3072 // 8):
-            check(op.rectified_attention, made, *LOOSE[dtype])
+            check(op.attend, made, *LOOSE[dtype])
 
 
 @pytest.mark.gpu
@@ -161,6 +161,6 @@ def test_signs_change_nothing_but_rounding() -> None:
     grads = []
     for sign_bytes in (1 << 30, 0):
         with tuning.override(sign_bytes=sign_bytes):
-            grads.append(found(op.rectified_attention, made)[1])
+            grads.append(found(op.attend, made)[1])
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in ("k", "v"))
     torch.testing.assert_close(grads[0]["q"], grads[1]["q"], rtol=0.02, atol=0.02)
