@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         attention,
         decode_attention,
         relu_attention,
+        relu_attention_varlen,
     )
     from reluformer.translation.translator import Translator
 
@@ -43,6 +44,7 @@ __all__ = [
     "attention",
     "decode_attention",
     "relu_attention",
+    "relu_attention_varlen",
 ]
 
 _MODULES = ("errors", "ops", "model", "translation.translator")

@@ -1,10 +1,11 @@
-"""Operations: what an attention computes, and the implementations that compute it."""
+"""Attention operations: their definitions and the backends that compute them."""
 
 from reluformer.ops.api import attention, relu_attention
 from reluformer.ops.call import AttentionResult
 from reluformer.ops.family.table import ATTENTIONS
 from reluformer.ops.paged_cache import PagedCache, decode_attention
 from reluformer.ops.stats import RowSums, Stats
+from reluformer.ops.varlen import relu_attention_varlen
 
 __all__ = [
     "ATTENTIONS",
@@ -15,4 +16,5 @@ __all__ = [
     "attention",
     "decode_attention",
     "relu_attention",
+    "relu_attention_varlen",
 ]
