@@ -8,12 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from reluformer.errors import Diverged, UserError
-
-if TYPE_CHECKING:
-    from reluformer.evaluation.scores import Evaluation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -141,36 +138,3 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-
-
-def show_evaluation(result: "Evaluation") -> None:
-    """Print scores as a table, one column a system, and their signatures below."""
-    count = f"{result.sentences:,} sentences"
-    if result.documents is not None:
-        count += f" in {result.documents:,} documents"
-    columns = ["score", *(system.name for system in result.systems)]
-    rows = [
-        [
-            score_label(scores[0].name, scores[0].level, scores[0].case),
-            *(f"{s.value:.2f}" for s in scores),
-        ]
-        for scores in zip(*(system.scores for system in result.systems), strict=True)
-    ]
-    for lengths in zip(*(system.by_length for system in result.systems), strict=True):
-        label = f"d-BLEU of {lengths[0].documents} with {lengths[0].words} words"
-        rows.append([label, *(f"{score.value:.2f}" for score in lengths)])
-    print_table(count, columns, rows)
-    for comparison in result.comparisons:
-        print(
-            f"{score_label(comparison.name, comparison.level, 'mixed')}: {comparison.system} "
-            f"{comparison.value:.2f} against {comparison.baseline_value:.2f}, difference "
-            f"{comparison.interval[0]:+.2f} to {comparison.interval[1]:+.2f}, "
-            f"p = {comparison.p_value:.4f}"
-        )
-    for score in result.systems[0].scores:
-        print(f"{score_label(score.name, score.level, score.case)}: {score.signature}")
-
-
-def score_label(name: str, level: str, case: str) -> str:
-    lower = ", lower-cased" if case == "lower" else ""
-    return f"{'d-' if level == 'document' else ''}{name}{lower}"

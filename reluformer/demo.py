@@ -19,10 +19,11 @@ import torch
 from reluformer import KeyValueMemory, __version__, relu_attention
 from reluformer.checkpoint import MODEL
 from reluformer.config.recipe import load_recipe
-from reluformer.console import guarded, print_table, score_label
+from reluformer.console import guarded, print_table
 from reluformer.data.synthetic import sample
 from reluformer.errors import UserError
-from reluformer.evaluation.scores import Evaluation, evaluate
+from reluformer.evaluation.results import Evaluation
+from reluformer.evaluation.scores import evaluate
 from reluformer.translation.translator import Translator
 
 RECIPE = "tiny"
@@ -185,10 +186,9 @@ def _show_scores(result: Evaluation, found: dict[str, Documents], reference: Doc
     signatures: dict[str, list[str]] = {}
     for scores in zip(*(system.scores for system in result.systems), strict=True):
         first = scores[0]
-        label = score_label(first.name, first.level, first.case)
-        if label in ("BLEU", "d-BLEU", "chrF2"):
-            rows.append([label, *(f"{score.value:.1f}" for score in scores)])
-            signatures.setdefault(first.signature, []).append(label)
+        if first.label in ("BLEU", "d-BLEU", "chrF2"):
+            rows.append([first.label, *(f"{score.value:.1f}" for score in scores)])
+            signatures.setdefault(first.signature, []).append(first.label)
     exact = [_exact(texts, reference) for texts in found.values()]
     rows.append(["sentences exactly right", *(f"{share:.0%}" for share in exact)])
     print_table("", ["score", *found], rows)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import reluformer
+from reluformer import recipes
 from reluformer.cli import app
 from reluformer.config.recipe import recipe_from
 from reluformer.data.synthetic import sample
@@ -50,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"reluformer {reluformer.__version__}\n"
-    for name in ("prepare", "train", "translate", "evaluate", "bench", "info"):
+    for name in ("prepare", "recipes", "train", "translate", "evaluate", "bench", "info"):
         assert name in run("--help").stdout
         assert run(name, "--help").exit_code == 0
     assert run("--show-completion").exit_code in (0, 1)
@@ -143,6 +145,29 @@ def test_translate_can_sample_and_write_maps(model: Path, tmp_path: Path) -> Non
     assert len(found[0]["cross"][0][0][0]) == len(found[0]["source"])
 
 
+def test_translate_writes_into_a_fifo_and_through_a_link(model: Path, tmp_path: Path) -> None:
+    fifo, link, target = tmp_path / "fifo", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(fifo)
+    link.symlink_to(target)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text(encoding="utf-8")))
+    reader.start()
+    options = ("translate", "--model", model, "--beam", 1)
+    assert run(*options, "--output", fifo, "--maps", link, stdin="a b\n\n").exit_code == 0
+    reader.join(timeout=10)
+    assert received and received[0].count("\n") == 2
+    assert fifo.is_fifo() and link.is_symlink()
+    assert len(json.loads(target.read_text(encoding="utf-8"))) == 1
+    assert run(*options, "--output", "/dev/null", stdin="a b\n").exit_code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_recipes_are_listed() -> None:
+    listed = dict(line.split(None, 1) for line in run("recipes").stdout.splitlines())
+    assert listed == json.loads(run("recipes", "--json").stdout)
+    assert listed.keys() == set(recipes.names())
+
+
 @given(st.binary(max_size=60), st.booleans())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_translated_line_by_line(model: Path, data: bytes, document: bool) -> None:
@@ -172,12 +197,17 @@ def test_evaluate_compares_systems(tmp_path: Path) -> None:
 MISTAKES = [
     (("train", "none.yaml", "--out", "x"), "none.yaml"),
     (("translate", "--model", "none"), "none, the folder of a model or a run, does not exist"),
-    (("translate", "--model", "MODEL", "--top-k", "3"), "top_k is 3, but without --sample"),
-    (("translate", "--model", "MODEL", "--seed", "0"), "seed is 0, but without --sample"),
+    (("translate", "--model", "MODEL", "--top-k", "3"), "top_k is 3, which needs --sample"),
+    (("translate", "--model", "MODEL", "--seed", "0"), "seed is 0, which needs --sample"),
     (("translate", "--model", "MODEL", "--beam", "0"), "beam must be at least 1"),
     (("translate", "--model", "MODEL", "--input", "none.txt"), "none.txt cannot be read"),
     (("translate", "--model", "MODEL", "--max-length", "1"), "max_length"),
     (("translate", "--model", "MODEL", "--output", "/dev/null/x"), "/dev/null/x cannot be used"),
+    # Outputs are checked before the model is looked for.
+    (("translate", "--model", "none", "--output", "."), ". cannot be used: Is a directory"),
+    (("translate", "--model", "none", "--maps", "/"), "/ cannot be used: Is a directory"),
+    (("bench", "--quick", "--out", "."), ". cannot be used: Is a directory"),
+    (("train", "sentense", "--out", "x"), "recipe must be one of document, "),
     (("evaluate", "--reference", "none", "--hypothesis", "x"), "none cannot be read"),
     (("prepare", "x"), "--train SOURCE TARGET"),
     (("prepare",), "one folder"),
@@ -243,6 +273,25 @@ def test_a_reader_that_leaves_and_an_interruption_are_met_quietly(model: Path) -
     assert all(line.startswith("reluformer: ") for line in said)
     assert gone.wait(timeout=60) == 141
     assert "Error" not in gone.stderr.read().decode()
+
+
+def test_an_interruption_during_start_up_is_one_line() -> None:
+    # Typer's import is the slowest part of the start-up: interrupt it.
+    code = """
+import signal, sys
+from reluformer.__main__ import main
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "reluformer: interrupted\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

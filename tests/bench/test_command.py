@@ -151,7 +151,7 @@ MISTAKES = [
     (("--dtype", "int8"), "dtype must be one of"),
     (("--only", "nonsense"), "matches no case"),
     (("--plot", "x.gif"), "plot must end in"),
-    (("--out", "/dev/null/x.json"), "/dev/null cannot be used"),
+    (("--out", "/dev/null/x.json"), "/dev/null/x.json cannot be used"),
     (("--from", "none.json"), "none.json cannot be used"),
 ]
 

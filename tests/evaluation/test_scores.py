@@ -7,7 +7,8 @@ import pytest
 import sacrebleu
 
 from reluformer.errors import UserError
-from reluformer.evaluation.scores import evaluate, read_aligned
+from reluformer.evaluation.aligned_files import read_aligned
+from reluformer.evaluation.scores import evaluate
 
 REFERENCE = [
     ["The cat sat on the mat today.", "It was a big grey cat."],

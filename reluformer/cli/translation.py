@@ -1,0 +1,136 @@
+"""The command `translate`."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from reluformer.cli.options import Device
+from reluformer.console import progress
+from reluformer.errors import UserError
+
+if TYPE_CHECKING:
+    from reluformer.translation.translator import Translator
+
+
+def translate(
+    model: Annotated[Path, typer.Option(help="Folder of a run, a finished model or a checkpoint.")],
+    document: Annotated[
+        bool,
+        typer.Option("--document", help="Translate the sentences of a document together."),
+    ] = False,
+    input_: Annotated[
+        Path | None,
+        typer.Option("--input", help="Text file (plain, .xz or .gz); default: standard input."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Text file to write; default: standard output.")
+    ] = None,
+    beam: Annotated[
+        int | None, typer.Option(help="Beam size; 1 is greedy search. Default: as in the recipe.")
+    ] = None,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Exponent of the length that log-probabilities are divided by; higher values "
+            "favour longer translations. Default: as in the recipe."
+        ),
+    ] = None,
+    sample: Annotated[
+        bool,
+        typer.Option("--sample", help="Sample translations instead of searching for the best."),
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of sampling; default 1.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the smallest set of tokens whose probabilities sum to P; default 1."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed of sampling; default 0.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest source text in tokens; longer ones are split. Default: as trained."
+        ),
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Source tokens per batch, padding included.")
+    ] = None,
+    device: Device = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU."),
+    ] = None,
+    maps: Annotated[
+        Path | None, typer.Option(help="JSON file to write all attention maps to.")
+    ] = None,
+) -> None:
+    """Translate text, one output line for each input line.
+
+    Reads standard input and writes standard output unless --input and --output are given. With
+    --document, `<d>` lines and blank lines separate documents.
+    """
+    from reluformer.files import check_writable, write_json
+    from reluformer.translation.line_reader import LineReader
+    from reluformer.translation.stream import open_source, open_target, translate_stream
+    from reluformer.translation.translator import Translator
+    from reluformer.translation.workers import join_workers
+
+    for path in (output, maps):
+        if path is not None:
+            check_writable(path)
+    search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    if sample:
+        search |= {"method": "sample", **sampling}
+    for name, value in sampling.items():
+        if value is not None and not sample:
+            raise UserError(f"{name} is {value}, which needs --sample")
+    with ExitStack() as stack:
+        workers = stack.enter_context(join_workers(device))
+        if maps is not None and workers.world > 1:
+            raise UserError(f"maps is {maps}, which needs a single process, got {workers.world}")
+        translator = Translator.load(
+            model,
+            device=device,
+            precision=precision,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+            **{name: value for name, value in search.items() if value is not None},
+        )
+        recorded = stack.enter_context(translator.recording()) if maps is not None else []
+        # Only rank 0 reads and writes.
+        is_first = workers.rank == 0
+        name = "standard input" if input_ is None else str(input_)
+        reader = LineReader(stack.enter_context(open_source(input_ if is_first else None)), name)
+        out = stack.enter_context(open_target(output if is_first else None))
+        if is_first:
+            stack.enter_context(_progress(translator))
+        translate_stream(translator, reader, out, document=document, workers=workers)
+    if maps is not None:
+        write_json(maps, [text_maps.to_dict() for text_maps in recorded])
+
+
+@contextmanager
+def _progress(translator: "Translator") -> Iterator[None]:
+    """Show the number of translated texts, unless translations appear on the terminal."""
+    if sys.stdout.isatty():
+        yield
+        return
+    done = 0
+    with progress("texts") as bar:
+
+        def count(texts: int) -> None:
+            nonlocal done
+            done += texts
+            bar.update(done, None, "translating")
+
+        translator.on_batch = count
+        yield
