@@ -19,6 +19,7 @@ import reluformer
 from reluformer import recipes
 from reluformer.cli import app
 from reluformer.config.recipe import recipe_from
+from reluformer.data.corpora import CORPORA
 from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.model import ReLUFormer
@@ -55,6 +56,8 @@ def test_version_and_help() -> None:
     for name in ("prepare", "recipes", "train", "translate", "evaluate", "bench", "info"):
         assert name in run("--help").stdout
         assert run(name, "--help").exit_code == 0
+    for corpus in CORPORA:
+        assert corpus in run("prepare", "--help").stdout
     assert run("--show-completion").exit_code in (0, 1)
 
 

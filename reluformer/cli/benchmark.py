@@ -44,7 +44,10 @@ def bench(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Time all implementations of attention, each after a check against float64."""
+    """Time all implementations of attention.
+
+    An implementation is timed only if its result at the timed shape agrees with float64.
+    """
     from reluformer.bench.measure import run
     from reluformer.bench.plot import check_plot
     from reluformer.bench.plot import plot as draw

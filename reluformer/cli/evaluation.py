@@ -44,7 +44,11 @@ def evaluate(
     ] = 1000,
     json_: Json = False,
 ) -> None:
-    """Score translations with sacreBLEU; compare systems with the first by paired bootstrap."""
+    """Score translations with sacreBLEU and compare systems.
+
+    Every score is printed with its sacreBLEU signature. Several systems are compared with the
+    first by paired bootstrap resampling.
+    """
     from reluformer.evaluation.aligned_files import read_aligned
     from reluformer.evaluation.cached_metric import METRICS, Metric
     from reluformer.evaluation.scores import evaluate as score

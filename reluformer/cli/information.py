@@ -7,7 +7,7 @@ from reluformer.cli.options import Json
 
 
 def info(json_: Json = False) -> None:
-    """Print versions, devices and available implementations, for bug reports."""
+    """Print versions, devices and implementations."""
     from reluformer.info import info as gather
 
     topics = gather()

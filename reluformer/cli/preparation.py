@@ -35,7 +35,10 @@ def prepare(
     out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
     corpus: Annotated[
         str | None,
-        typer.Option(help="Prepare a known corpus instead of your own files; needs --root."),
+        typer.Option(
+            help="Prepare a known corpus instead of files: europarl-doc, europarl-sent, multi30k "
+            "or tatoeba; needs --root."
+        ),
     ] = None,
     root: Annotated[
         Path | None, typer.Option(help="Folder that contains the known corpora.")
@@ -60,7 +63,11 @@ def prepare(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Tokenise aligned text files into a folder to train from."""
+    """Tokenise aligned text files into a folder to train from.
+
+    Source and target have one sentence per line. `<d>` lines or blank lines, in the same places of
+    both files, separate documents. Files may be compressed (.xz, .gz).
+    """
     from reluformer.data import prepare as preparing
 
     if (folder is None) == (out is None):

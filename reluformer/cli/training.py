@@ -23,7 +23,11 @@ def train(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress.")] = False,
 ) -> None:
-    """Train the model of a recipe, or resume an interrupted run."""
+    """Train the model of a recipe, or resume an interrupted run.
+
+    For example: reluformer train toy-reverse --out runs/toy-reverse. Under torchrun, the same
+    command trains on several processes.
+    """
     from reluformer.config.recipe import load_recipe
     from reluformer.train import train as run
 

@@ -165,8 +165,11 @@ class _Texts:
 
     def compare(self, samples: int) -> Iterator[Comparison]:
         """Comparisons of every system with the first, by every metric but TER."""
-        names = [name for name in METRICS if name in self.metrics and name != "TER"]
-        metrics = {name: self._metric(name, "mixed") for name in names}
+        metrics: dict[Metric, CachedMetric] = {
+            name: self._metric(name, "mixed")
+            for name in METRICS
+            if name in self.metrics and name != "TER"
+        }
         return compare(self.hypotheses, metrics, self.level, samples)
 
     def _metric(self, name: Metric, case: Case) -> CachedMetric:
