@@ -15,6 +15,9 @@ RENAMED_FIELDS = {
 }
 """Current name of each field by its earlier one. The names are unambiguous at every depth."""
 
+# Values under which a run continues as it began, where those differ from the defaults.
+_PREDATED_TRAIN_FIELDS = {"expert_balance_weight": 0.0}
+
 
 def migrate(values: Any) -> Any:
     """A copy of nested plain values with renamed fields under their current names."""
@@ -23,3 +26,13 @@ def migrate(values: Any) -> Any:
     if isinstance(values, list):
         return [migrate(value) for value in values]
     return values
+
+
+def migrate_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored recipe with current names, and with values for fields that it predates.
+
+    Runs store every field, so a missing one is newer than the run.
+    """
+    recipe: dict[str, Any] = migrate(values)
+    recipe["train"] = {**_PREDATED_TRAIN_FIELDS, **recipe.get("train", {})}
+    return recipe

@@ -14,11 +14,11 @@ import yaml
 from reluformer import recipes
 from reluformer.config import yaml_lines
 from reluformer.config.dataclasses_io import build, override, to_dict
-from reluformer.config.migration import migrate
+from reluformer.config.migration import migrate_recipe
 from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.model.config import ModelConfig
-from reluformer.model.losses import MARGIN
+from reluformer.model.losses import EXPERT_BALANCE_WEIGHT, MARGIN
 from reluformer.translation.search.config import SearchConfig
 
 GENERATED = ("sample", "reverse", "copy")
@@ -133,6 +133,9 @@ class TrainConfig:
     entropy_every: int = 1
     """Compute that loss on one block of 256 query rows in so many, another in each head and
     example; 1 takes all rows."""
+    expert_balance_weight: float | None = None
+    """Weight of the loss that keeps all experts of a sigma_moe memory in use, summed over layers.
+    None is the 0.001 of its paper with such a memory, and 0 without."""
     regulariser_warmup: int = 0
     """Steps over which both weights rise from 0."""
     sample_rows: int | None = None
@@ -182,7 +185,7 @@ class TrainConfig:
         _at_least(1, self, "dev_every", "bleu_every", "patience", "sample_rows", "threads")
         _at_least(0, self, "seed", "warmup", "regulariser_warmup")
         _at_least(0, self, "weight_decay", "normalisation_weight", "entropy_weight")
-        _at_least(0, self, "entropy_margin")
+        _at_least(0, self, "entropy_margin", "expert_balance_weight")
         _above_zero(self, "lr", "clip", "explosion")
         _share(self, "smoothing", "ema")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -223,6 +226,10 @@ class Recipe:
             raise UserError(
                 f"model.encoder_layers must be at least 1, got {self.model.encoder_layers}"
             )
+        if self.train.expert_balance_weight is None:
+            weight = EXPERT_BALANCE_WEIGHT if self.model.memory == "sigma_moe" else 0.0
+            train = dataclasses.replace(self.train, expert_balance_weight=weight)
+            object.__setattr__(self, "train", train)
         # Batches round lengths up to multiples of 8.
         longest = -(-self.data.max_length // 8) * 8
         if self.train.batch_tokens < longest:
@@ -288,7 +295,7 @@ def load_stored_recipe(path: Path) -> Recipe:
     """The recipe that a run of this or an earlier version has stored in its folder."""
     document = yaml_lines.read(path)
     try:
-        return recipe_from(migrate(document.values))
+        return recipe_from(migrate_recipe(document.values))
     except UserError as error:
         raise document.located(error, {}) from None
 

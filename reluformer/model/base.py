@@ -1,6 +1,6 @@
-"""What both models share: embeddings, output layer, calibration, saving and loading."""
+"""Base class of both models: embeddings, output layer, calibration, saving and loading."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from reluformer.model.attention import Attended, MultiHeadAttention
+from reluformer.model.attention import MultiHeadAttention
+from reluformer.model.blocks import LayerOutput
 from reluformer.model.config import ModelConfig
 from reluformer.model.gamma import Gamma
 from reluformer.model.positions import Start, sinusoids
@@ -16,8 +17,34 @@ from reluformer.model.pretrained import load_pretrained, save_pretrained
 from reluformer.model.records import AttentionRecord
 
 
+class Reports:
+    """Collects the reports of the layers during a forward pass."""
+
+    def __init__(
+        self,
+        records: Sequence[AttentionRecord] = (),
+        expert_choices: Sequence[Tensor] = (),
+    ) -> None:
+        self._records, self._expert_choices = [*records], [*expert_choices]
+
+    def collect(self, site: str, layer: int, output: LayerOutput) -> Tensor:
+        """Store the reports of layer number `layer`, and return its x."""
+        attentions = ((site, output.self_attention), ("cross", output.cross_attention))
+        for name, report in attentions:
+            if report is not None and report.stats is not None and report.valid is not None:
+                record = AttentionRecord(name, layer, report.stats, report.valid, report.weights)
+                self._records.append(record)
+        if output.expert_choices is not None:
+            self._expert_choices.append(output.expert_choices)
+        return output.x
+
+    def tuples(self) -> tuple[tuple[AttentionRecord, ...], tuple[Tensor, ...]]:
+        """Records and expert choices of all layers so far."""
+        return tuple(self._records), tuple(self._expert_choices)
+
+
 class Model(nn.Module):
-    """A model over tokens: everything but the stack of layers."""
+    """A model of token sequences, without its stack of layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -27,7 +54,7 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def embed(self, tokens: Tensor, embedding: nn.Embedding, start: Start = 0) -> Tensor:
-        """Tokens [B, T] as vectors [B, T, width], with positions where those are added."""
+        """Embed tokens [B, T] as [B, T, width], plus sinusoidal positions if configured."""
         x = embedding(tokens) * self.config.width**0.5
         if self.config.positions == "sinusoidal":
             x = x + sinusoids(tokens.shape[1], self.config.width, start, x)
@@ -35,28 +62,31 @@ class Model(nn.Module):
         return embedded
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [..., vocabulary] of the next token from hidden states [..., width]."""
+        """Logits [..., vocabulary] of the next token from hidden states [..., width]."""
         table = self.target_embedding if self.output is None else self.output
         return nn.functional.linear(hidden, table.weight)
 
     def calibrate(self, batches: Iterable[dict[str, Any]]) -> None:
-        """Set every gamma that asks for it from sample batches, the keywords of `forward`.
+        """Set the gamma of every attention with `row_sum_init` from sample batches.
 
-        Each batch runs once, layer after layer, and every attention rescales itself before it
-        passes on its output; gammas are the geometric means over the batches.
+        Each batch runs once. Every attention sets its gamma before it computes its output, so that
+        later layers see calibrated ones. The result is the geometric mean over the batches.
+
+        Args:
+            batches: Keyword arguments of `forward`.
         """
         gammas = [module for module in self.modules() if isinstance(module, Gamma)]
-        first = [gamma.log_gamma.detach().clone() for gamma in gammas]
-        settled: list[list[Tensor]] = []
+        initial = [gamma.log_gamma.detach().clone() for gamma in gammas]
+        calibrated: list[list[Tensor]] = []
         for batch in batches:
-            for gamma, start in zip(gammas, first, strict=True):
+            for gamma, start in zip(gammas, initial, strict=True):
                 gamma.log_gamma.data.copy_(start)
             with self._calibrating():
                 self(**batch)
             for gamma in gammas:
                 gamma.settle()
-            settled.append([gamma.log_gamma.detach().clone() for gamma in gammas])
-        for gamma, values in zip(gammas, zip(*settled, strict=True), strict=True):
+            calibrated.append([gamma.log_gamma.detach().clone() for gamma in gammas])
+        for gamma, values in zip(gammas, zip(*calibrated, strict=True), strict=True):
             gamma.log_gamma.data.copy_(torch.stack(values).mean(0))
 
     @contextmanager
@@ -80,30 +110,24 @@ class Model(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The model that `save_pretrained` wrote into `folder`, in evaluation mode."""
+        """Load the model that `save_pretrained` wrote into `folder`, in evaluation mode."""
         return load_pretrained(cls, Path(folder))
 
 
 def shared_gamma(config: ModelConfig) -> Gamma | None:
-    """The one gamma of all attentions that ask for a gamma per model; None if none does."""
+    """The gamma of all attentions with a gamma per model; None if there are none."""
     sites = (config.attention_at(site) for site in ("encoder", "decoder", "cross"))
     inits = [site.gamma_init for site in sites if site.gamma == "model"]
     return Gamma(inits[0], learned=True, shared=True) if inits else None
 
 
 def final_norm(config: ModelConfig) -> nn.Module:
-    """A pre-norm stack leaves its sum unnormalised: one more norm ends it."""
+    """Norm after the last layer: a pre-norm stack needs one, a post-norm stack does not."""
     return nn.LayerNorm(config.width) if config.norm == "pre" else nn.Identity()
 
 
-def as_records(site: str, layer: int, report: Attended | None) -> Iterator[AttentionRecord]:
-    """The report of one attention as a `AttentionRecord`, or nothing if it made none."""
-    if report is not None and report.stats is not None and report.valid is not None:
-        yield AttentionRecord(site, layer, report.stats, report.valid, report.weights)
-
-
 def embedding_table(config: ModelConfig) -> nn.Embedding:
-    """A fresh embedding [vocabulary, width]; the padding row is and stays zero."""
+    """A new embedding [vocabulary, width]; the padding row is zero and is not trained."""
     embedding = nn.Embedding(config.vocabulary, config.width, padding_idx=config.pad_id)
     nn.init.normal_(embedding.weight, std=config.width**-0.5)
     with torch.no_grad():

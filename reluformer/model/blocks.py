@@ -1,4 +1,4 @@
-"""The blocks both models are built of: a residual branch, an encoder layer, a decoder layer."""
+"""Building blocks of both models: residual branches, encoder layer, decoder layer."""
 
 from typing import NamedTuple, cast
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from reluformer.context_parallel import ShardedSequence
 from reluformer.model.attention import Attended, MultiHeadAttention
-from reluformer.model.config import ModelConfig
+from reluformer.model.config import ModelConfig, Site
 from reluformer.model.gamma import Gamma
 from reluformer.model.kv_cache import GrowingCache
 from reluformer.model.memory import KeyValueMemory
@@ -14,16 +14,29 @@ from reluformer.model.records import KeyValues, Record
 
 
 class ForwardOptions(NamedTuple):
-    """What every layer of a pass is told: the lengths [B] of its queries, and what to report.
-
-    With a `sequence` the pass sees this rank's tokens of it only.
-    """
+    """Options of a forward pass, the same for every layer."""
 
     query_lengths: Tensor | None = None
+    """Number of query tokens that are not padding, [B]."""
     record: Record = "nothing"
     sample_rows: int | None = None
+    """Record a random sample of this many query rows; None records all."""
     entropy_every: int = 1
+    """Record the entropy of one block of query rows in this many."""
     sequence: ShardedSequence | None = None
+    """Sequence whose tokens are distributed over ranks; the pass holds this rank's shard."""
+
+
+class LayerOutput(NamedTuple):
+    """Result of one layer."""
+
+    x: Tensor
+    """[B, T, width]."""
+    self_attention: Attended
+    cross_attention: Attended | None
+    """None in an encoder layer and in a language model."""
+    expert_choices: Tensor | None
+    """`KeyValueMemory.expert_choices` [B, experts]; None without experts or in evaluation mode."""
 
 
 class Residual(nn.Module):
@@ -36,18 +49,18 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the branch reads, from x [B, T, width]."""
+        """Input of the branch from x [B, T, width]."""
         entered: Tensor = self.norm(x) if self.pre else x
         return entered
 
     def leave(self, x: Tensor, branch: Tensor) -> Tensor:
-        """x with the branch's output [B, T, width] added."""
+        """Sum of x and the output of the branch, [B, T, width] each."""
         mixed: Tensor = x + self.dropout(branch)
         return mixed if self.pre else cast("Tensor", self.norm(mixed))
 
 
 class AttentionBranch(nn.Module):
-    """An attention inside a residual connection."""
+    """Attention with a residual connection."""
 
     def __init__(self, config: ModelConfig, attention: MultiHeadAttention) -> None:
         super().__init__()
@@ -62,7 +75,7 @@ class AttentionBranch(nn.Module):
         key_lengths: Tensor | None = None,
         cache: GrowingCache | None = None,
     ) -> tuple[Tensor, Attended]:
-        """x [B, T, width] after the branch, and what the attention reports."""
+        """x [B, T, width] after the branch, and the report of the attention."""
         report = self.attention(
             self.residual.enter(x),
             context,
@@ -78,7 +91,7 @@ class AttentionBranch(nn.Module):
 
 
 class MemoryBranch(nn.Module):
-    """A feed-forward memory inside a residual connection."""
+    """Feed-forward memory with a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -87,9 +100,14 @@ class MemoryBranch(nn.Module):
         )
         self.residual = Residual(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, width] after the branch."""
-        return self.residual.leave(x, self.memory(self.residual.enter(x)))
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, width] after the branch, and in training the choices of experts, if any.
+
+        Padding past `lengths` [B] does not count as a choice.
+        """
+        entered = self.residual.enter(x)
+        choices = self.memory.expert_choices(entered, lengths) if self.training else None
+        return self.residual.leave(x, self.memory(entered)), choices
 
 
 class EncoderLayer(nn.Module):
@@ -102,14 +120,17 @@ class EncoderLayer(nn.Module):
 
     def forward(
         self, x: Tensor, options: ForwardOptions, key_lengths: Tensor | None = None
-    ) -> tuple[Tensor, Attended]:
-        """x [B, S, width] after the layer, and what its attention reports."""
+    ) -> LayerOutput:
+        """x [B, S, width] after the layer, with reports; `key_lengths` [B] excludes padding."""
         x, report = self.self_attention(x, options, key_lengths=key_lengths)
-        return self.memory(x), report
+        choices = None
+        if self.memory is not None:
+            x, choices = self.memory(x, options.query_lengths)
+        return LayerOutput(x, report, None, choices)
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the source where there is one, then a memory."""
+    """Causal self-attention, cross-attention in an encoder-decoder, then a memory."""
 
     def __init__(self, config: ModelConfig, gamma: Gamma | None, with_source: bool) -> None:
         super().__init__()
@@ -127,18 +148,26 @@ class DecoderLayer(nn.Module):
         source: Tensor | KeyValues | None = None,
         source_lengths: Tensor | None = None,
         cache: GrowingCache | None = None,
-    ) -> tuple[Tensor, Attended, Attended | None]:
-        """x [B, T, width] after the layer, and what its one or two attentions report.
+    ) -> LayerOutput:
+        """x [B, T, width] after the layer, with reports.
 
-        The source is hidden states [B, S, width], or their keys and values from `project_source`.
+        Args:
+            x: Hidden states of the target tokens.
+            options: Options of the forward pass.
+            source: Hidden states [B, S, width] of the source, or their keys and values from
+                `project_source`.
+            source_lengths: Number of source tokens that are not padding, [B].
+            cache: KV cache of the earlier target tokens.
         """
-        x, own = self.self_attention(x, options, cache=cache)
-        cross = None
+        x, report = self.self_attention(x, options, cache=cache)
+        cross = choices = None
         if self.cross_attention is not None:
             if isinstance(source, Tensor):
                 source = self.project_source(source)
             x, cross = self.cross_attention(x, options, source, source_lengths)
-        return self.memory(x), own, cross
+        if self.memory is not None:
+            x, choices = self.memory(x, options.query_lengths)
+        return LayerOutput(x, report, cross, choices)
 
     def project_source(self, hidden: Tensor) -> KeyValues:
         """Keys and values of hidden states [B, S, width] for this layer's cross-attention."""
@@ -146,10 +175,10 @@ class DecoderLayer(nn.Module):
         return self.cross_attention.attention.project(hidden)
 
 
-def _self_attention(config: ModelConfig, site: str, gamma: Gamma | None) -> AttentionBranch:
+def _self_attention(config: ModelConfig, site: Site, gamma: Gamma | None) -> AttentionBranch:
     attention = MultiHeadAttention(
         config,
-        config.attention_at("decoder" if site == "decoder" else "encoder"),
+        config.attention_at(site),
         causal=site == "decoder",
         rotary=config.positions == "rotary",
         persistent=config.slots if config.memory == "persistent" else 0,
@@ -158,6 +187,6 @@ def _self_attention(config: ModelConfig, site: str, gamma: Gamma | None) -> Atte
     return AttentionBranch(config, attention)
 
 
-def _memory(config: ModelConfig) -> nn.Module:
-    # Persistent slots live inside the self-attentions and leave no feed-forward layer.
-    return nn.Identity() if config.memory == "persistent" else MemoryBranch(config)
+def _memory(config: ModelConfig) -> MemoryBranch | None:
+    # Persistent slots are part of the self-attentions and replace the feed-forward layer.
+    return None if config.memory == "persistent" else MemoryBranch(config)

@@ -1,18 +1,18 @@
-"""ReLUFormerLM: the decoder alone, as a language model."""
+"""ReLUFormerLM: a decoder-only language model."""
 
 from torch import Tensor, nn
 
 from reluformer.context_parallel import ShardedSequence
-from reluformer.model.base import Model, as_records, final_norm, shared_gamma
+from reluformer.model.base import Model, Reports, final_norm, shared_gamma
 from reluformer.model.blocks import DecoderLayer, ForwardOptions
 from reluformer.model.config import ModelConfig
 from reluformer.model.kv_cache import DecoderState, GrowingCache
 from reluformer.model.positions import Start
-from reluformer.model.records import AttentionRecord, Output, Record
+from reluformer.model.records import Output, Record
 
 
 class ReLUFormerLM(Model):
-    """Decoder-only Transformer of the same blocks; `encoder_layers` is not used."""
+    """Decoder-only Transformer of the same blocks as ReLUFormer; `encoder_layers` is not used."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -32,10 +32,19 @@ class ReLUFormerLM(Model):
         entropy_every: int = 1,
         sequence: ShardedSequence | None = None,
     ) -> Output:
-        """Logits [B, T, vocabulary] of each next token of tokens [B, T], padded at their end.
+        """Compute the logits of each next token.
 
-        With a `sequence` that several ranks share, tokens are this rank's shard of it, and so are
-        the logits; nothing can be recorded then (see `reluformer.context_parallel`).
+        Args:
+            tokens: Token ids [B, T], padded at the end.
+            lengths: Number of tokens that are not padding, [B]; None if there is no padding.
+            record: What the attentions report.
+            sample_rows: Record a random sample of this many query rows; None records all.
+            entropy_every: Record the entropy of one block of query rows in this many.
+            sequence: Sequence that is distributed over ranks. `tokens` and logits are then this
+                rank's shard, and nothing can be recorded; see `reluformer.context_parallel`.
+
+        Returns:
+            Logits [B, T, vocabulary] and records.
         """
         options = ForwardOptions(lengths, record, sample_rows, entropy_every, sequence)
         start: Start = 0
@@ -43,24 +52,23 @@ class ReLUFormerLM(Model):
             sequence.check(tokens, 1, "tokens")
             start = sequence.positions(tokens.device)
         x = self.embed(tokens, self.target_embedding, start)
-        records: list[AttentionRecord] = []
+        reports = Reports()
         for index, layer in enumerate(self.decoder):
-            x, own, _ = layer(x, options)
-            records += as_records("decoder", index, own)
-        return Output(self.logits(self.decoder_norm(x)), tuple(records))
+            x = reports.collect("decoder", index, layer(x, options))
+        return Output(self.logits(self.decoder_norm(x)), *reports.tuples())
 
     def start(self) -> DecoderState:
         """An empty decoder state."""
         return DecoderState([GrowingCache() for _ in self.decoder])
 
     def decode(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Logits [rows, t, vocabulary] after the next t tokens [rows, t]; the state remembers them.
+        """Logits [rows, t, vocabulary] of the next t tokens [rows, t], which `state` then holds.
 
-        Equal, token by token, to the logits that `forward` gives for the whole text.
+        The logits are those that `forward` computes from the whole text.
         """
         start = state.length
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)
         for layer, cache in zip(self.decoder, state.layers, strict=True):
-            x, _, _ = layer(x, ForwardOptions(), cache=cache)
+            x = layer(x, ForwardOptions(), cache=cache).x
         return self.logits(self.decoder_norm(x))

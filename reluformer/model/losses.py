@@ -1,4 +1,4 @@
-"""What training minimises: smoothed cross-entropy and the two regularisers of ReLU attention."""
+"""Training losses: smoothed cross-entropy, regularisers of ReLU attention, expert balance."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,81 +11,101 @@ from reluformer.model.records import AttentionRecord
 from reluformer.ops import RowSums
 
 MARGIN = 0.7
-"""C = 0.7 ln n caps the entropy of a row (Shen et al. 2023, Eq. 7 and appendix A)."""
+"""Factor of C = 0.7 ln n, the entropy above which a row is penalised (Shen et al. 2023, Eq. 7)."""
+
+EXPERT_BALANCE_WEIGHT = 0.001
+"""Weight of `expert_balance_loss` in the paper of sigma-MoE (Csordas et al. 2023)."""
 
 
 class AttentionLosses(NamedTuple):
-    """The regularisers, each summed over attentions of a mean over live rows and heads."""
+    """Regularisers: for each attention the mean over live rows and heads, summed over attentions."""
 
     normalisation: Tensor
-    """|ln row_sum|: pulls every row's total weight to 1."""
+    """|ln row_sum|, which pulls the row sum towards 1."""
     entropy: Tensor
-    """max(H - 0.7 ln n, 0), H the entropy of the row-normalised weights: keeps rows informative.
-    The mean is over the rows whose entropies were computed; 0 where only row sums were recorded."""
+    """max(H - 0.7 ln n, 0), with H the entropy of the row-normalised weights.
+
+    The mean is over rows whose entropy was recorded; 0 if only row sums were."""
     dead_rows: Tensor
-    """Share of the rows that see a key but give none any weight; no loss can revive those."""
+    """Share of rows that see keys and have no weight; their gradient is zero."""
 
 
 class AttentionSums(NamedTuple):
-    """Sums over rows and heads for each of A attentions; every field is [A]."""
+    """Sums over rows and heads for each of A attentions; all fields are [A]."""
 
     normalisation: Tensor
     entropy: Tensor
     sampled: Tensor
-    """Rows with any weight whose entropies were computed."""
+    """Number of rows with a weight whose entropy was recorded."""
     live: Tensor
-    """Rows with any weight."""
+    """Number of rows with a weight."""
     rows: Tensor
-    """Rows that are no padding and see a key."""
+    """Number of rows that are not padding and see a key."""
 
 
 def translation_loss(
     logits: Tensor, target: Tensor, *, pad_id: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the real tokens of target [B, T]: smoothed cross-entropy, and plain (NLL).
+    """Cross-entropy summed over the target tokens that are not padding.
 
-    Divide both by the number of real tokens; sums add over accumulated batches and processes.
+    Sums can be added over accumulated batches and processes; divide by the number of tokens.
+
+    Args:
+        logits: [B, T, vocabulary].
+        target: Token ids [B, T].
+        pad_id: Id of padding.
+        smoothing: Label smoothing.
+
+    Returns:
+        Smoothed cross-entropy, and negative log-likelihood without gradient, both scalars.
     """
-    # Half precision would lose the tail of the vocabulary's sum.
+    # In half precision, the sum over the vocabulary would lose its tail.
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat, wanted = precise.flatten(0, 1), target.flatten()
-    nll = functional.cross_entropy(flat, wanted, ignore_index=pad_id, reduction="sum")
+    flat, labels = precise.flatten(0, 1), target.flatten()
+    nll = functional.cross_entropy(flat, labels, ignore_index=pad_id, reduction="sum")
     if smoothing == 0:
         return nll, nll.detach()
     smooth = functional.cross_entropy(
-        flat, wanted, ignore_index=pad_id, reduction="sum", label_smoothing=smoothing
+        flat, labels, ignore_index=pad_id, reduction="sum", label_smoothing=smoothing
     )
     return smooth, nll.detach()
 
 
 def attention_sums(records: Sequence[AttentionRecord], margin: float = MARGIN) -> AttentionSums:
-    """Sums and counts over the rows of each record of a forward pass (at least one)."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for at, record in enumerate(records):
+    """Sums and counts over the rows of each record of a forward pass.
+
+    Args:
+        records: At least one record with row sums.
+        margin: Entropy up to this factor times ln n is not penalised.
+    """
+    by_shape: dict[tuple[object, ...], list[int]] = {}
+    for index, record in enumerate(records):
         stats = record.stats
         key = (stats.row_sum.shape, stats.entropy is None, _sampled(record) is None)
-        alike.setdefault(key, []).append(at)
-    parts: dict[int, tuple[Tensor, ...]] = {}
-    for places in alike.values():
-        # All attentions of a shape at once: rows are few, and on a GPU an operation takes longer
-        # to start than to run.
-        columns = _sums_over_rows([records[at] for at in places], margin)
-        parts |= zip(
-            places, zip(*(column.unbind() for column in columns), strict=True), strict=True
-        )
-    rows = (parts[at] for at in range(len(records)))
-    return AttentionSums(*(torch.stack(column) for column in zip(*rows, strict=True)))
+        by_shape.setdefault(key, []).append(index)
+    sums: dict[int, tuple[Tensor, ...]] = {}
+    for indices in by_shape.values():
+        # Attentions of one shape are stacked: on a GPU, launching these small operations takes
+        # longer than running them.
+        columns = _sums_over_rows([records[index] for index in indices], margin)
+        rows = zip(*(column.unbind() for column in columns), strict=True)
+        sums |= zip(indices, rows, strict=True)
+    in_order = (sums[index] for index in range(len(records)))
+    return AttentionSums(*(torch.stack(column) for column in zip(*in_order, strict=True)))
 
 
 def attention_losses(records: Sequence[AttentionRecord], margin: float = MARGIN) -> AttentionLosses:
-    """The regularisers over all records of a forward pass (at least one)."""
+    """Regularisers of a forward pass; arguments as in `attention_sums`."""
     return mean_losses(attention_sums(records, margin))
 
 
 def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> AttentionLosses:
-    """Losses from sums, divided by the counts of `counts` where the rows are spread over processes.
+    """Regularisers from sums over rows.
 
-    Divided by global counts, the losses of all processes add up to the loss of the whole batch.
+    Args:
+        sums: Sums over the rows of this process.
+        counts: Sums whose counts are divided by; None takes `sums`. With the counts of all
+            processes, the losses of the processes add up to the loss of the global batch.
     """
     counts = sums if counts is None else counts
     sampled, live, rows = (count.clamp_min(1) for count in counts[2:])
@@ -96,35 +116,52 @@ def mean_losses(sums: AttentionSums, counts: AttentionSums | None = None) -> Att
     )
 
 
+def expert_balance_loss(choices: Tensor, totals: Tensor | None = None) -> Tensor:
+    """Negative entropy of the mean choice of experts, summed over layers (sigma-MoE).
+
+    The loss is lowest, -ln(experts) for each layer, when all experts are used alike.
+
+    Args:
+        choices: Expected number of tokens of each expert in each layer, [layers, experts].
+        totals: `choices` summed over all processes; None for one process. With totals, the losses
+            and gradients of the processes add up to those of the global batch.
+    """
+    totals = (choices if totals is None else totals).detach()
+    tokens = totals.sum(dim=-1, keepdim=True).clamp_min(1)
+    log_mean = (totals / tokens).clamp_min(torch.finfo(totals.dtype).tiny).log()
+    # The gradient of p ln p is ln p + 1, and its constant cancels: choices of a token sum to 1.
+    return (choices / tokens * log_mean).sum()
+
+
 def _sampled(record: AttentionRecord) -> Tensor | None:
     return record.stats.sampled if isinstance(record.stats, RowSums) else None
 
 
 def _sums_over_rows(records: Sequence[AttentionRecord], margin: float) -> tuple[Tensor, ...]:
-    """The fields of `AttentionSums` of records of one shape."""
+    """Fields of `AttentionSums` for records of one shape."""
     row_sum = torch.stack([record.stats.row_sum for record in records])
     visible = _stacked([record.stats.visible for record in records], row_sum)
     valid = _stacked([record.valid for record in records], row_sum)
-    rows = valid & (visible > 0)
-    live = rows & (row_sum > 0)
-    # Dead rows leave the mean: their logarithm is infinite and their gradient zero.
+    seen = valid & (visible > 0)
+    live = seen & (row_sum > 0)
+    # Dead rows are excluded: their logarithm is infinite and their gradient is zero.
     distance = _distance_from_one(torch.where(live, row_sum, 1.0)).sum((1, 2, 3))
-    counts = torch.stack([live, rows]).sum((2, 3, 4))
-    entropies = [each for record in records if (each := record.stats.entropy) is not None]
+    counts = torch.stack([live, seen]).sum((2, 3, 4))
+    entropies = [rows for record in records if (rows := record.stats.entropy) is not None]
     if not entropies:
         return distance, torch.zeros_like(distance), counts[0], *counts
-    chosen = [each for record in records if (each := _sampled(record)) is not None]
-    sampled = live & _stacked(chosen, row_sum) if chosen else live
+    masks = [mask for record in records if (mask := _sampled(record)) is not None]
+    sampled = live & _stacked(masks, row_sum) if masks else live
     cap = margin * visible.clamp_min(1).log()
     excess = torch.where(sampled, (torch.stack(entropies) - cap).clamp_min(0), 0.0)
     return distance, excess.sum((1, 2, 3)), sampled.sum((1, 2, 3)), *counts
 
 
 def _stacked(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """[A, B, H, T] of parts that are broadcast to the [B, H, T] of `like`."""
+    """Stack A tensors, each broadcast to [B, H, T], as [A, B, H, T], the shape of `like`."""
     return torch.stack([part.expand(like.shape[1:]) for part in parts])
 
 
 def _distance_from_one(row_sum: Tensor) -> Tensor:
-    """|ln row_sum|. Its slope, 1 / row_sum, is steep where a row has almost no weight."""
+    """|ln row_sum|. The gradient, 1 / row_sum, is large where a row has almost no weight."""
     return row_sum.log().abs()

@@ -1,4 +1,4 @@
-"""The global key-value memory: the feed-forward layer as an attention to learned slots."""
+"""The global key-value memory: a feed-forward layer as attention to learned slots."""
 
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from reluformer.errors import UserError
-from reluformer.model.memories.definition import Query, Size, Table
+from reluformer.model.memories.definition import MemorySize, Query, Table
 from reluformer.model.memories.persistent import extend
 from reluformer.model.memories.table import MEMORIES, Memory, lookup
 
@@ -15,41 +15,47 @@ __all__ = ["MEMORIES", "KeyValueMemory", "Memory", "MemoryResult"]
 
 
 class MemoryResult(NamedTuple):
-    """What was read, and with which weights."""
+    """Output of a memory and the weights of its slots."""
 
     output: Tensor
     """[..., width]."""
     weights: Tensor
     """[..., slots], before dropout; [..., heads, slots] for a persistent memory.
 
-    Product-key heads share their values, so their weights are added. Weights times values is the
-    output before bias and norm.
+    Product-key heads share their values, so their weights are added. The product of weights and
+    values is the output before bias and norm.
     """
 
 
 class KeyValueMemory(nn.Module):
-    """weights(x K^T) V with keys and values that are learned: x [..., width] to [..., width].
+    """weights(x K^T) V with learned keys and values: x [..., width] to [..., width].
 
-    Attention computes the same `reluformer.ops.memory.read` with keys and values from other tokens;
-    here n, the number of keys a row sees, is `slots`, and scores are not divided by sqrt(width)
-    (a persistent memory, which joins an attention, divides by that of a head).
+    Attention computes the same `reluformer.ops.memory.read` with keys and values of other tokens.
+    Here n, the number of keys that a row sees, is `slots`, and scores are not divided by
+    sqrt(width). A persistent memory, which is part of an attention, divides by sqrt(width / heads).
 
-    width    width of x, of the keys and of the values
-    slots    number of key-value pairs: the hidden size of a feed-forward layer
-    kind     a name in `MEMORIES`
-    bias     add `keys_bias` [slots] to the scores and `values_bias` [width] to what is read; a gate
-             has its own; not for kinds with heads
-    dropout  dropout on the weights while training
-    heads    read heads, for product-key and persistent memories only
+    With width w and n slots, a memory has 2 w n parameters; 3 w n for reglu and swiglu; 2 w more
+    for softmax_ln; w * experts more for sigma_moe; heads (w^2 + w sqrt(n)) + w n for product keys.
 
-    Further keywords are the options of the kind: k and rank_by_value (top_k), k (product keys),
-    experts, k and expert_dropout (sigma_moe). k may not exceed what there is to choose from.
+    Keys and values start normally distributed. Keys have standard deviation w^-1/2, so that
+    unit-variance x gives unit-variance scores. Values have n^-1/2, and the output of a ReLU memory
+    then has variance 1/2. Softmax memories differ: their values have 1, see `Memory.unit_values`.
+    The paper's comparison of ReLU and softmax starts both alike, for which there is `value_std`.
 
-    Parameters, with w the width and n the slots: 2 w n; 3 w n for reglu and swiglu; 2 w more for
-    softmax_ln; w experts more for sigma_moe; heads (w^2 + w sqrt(n)) + w n for product keys. They
-    start normal, keys with deviation w^-1/2 so that unit-variance x gives unit-variance scores.
-    Values start with n^-1/2, and a ReLU memory's output has variance 1/2; with 1 in kinds whose
-    weights sum to 1, see `Memory.unit_values`. Selectors note where they differ.
+    Args:
+        width: Width of x, of the keys and of the values.
+        slots: Number of key-value pairs: the hidden size of a feed-forward layer.
+        kind: A name in `MEMORIES`.
+        bias: Add `keys_bias` [slots] to the scores and `values_bias` [width] to the output; a gate
+            has its own bias. Not for kinds with heads.
+        dropout: Dropout rate of the weights in training.
+        heads: Number of read heads, for product-key and persistent memories only.
+        value_std: Standard deviation of the initial values; None takes that of the kind.
+        **options: Options of the kind: k and rank_by_value (top_k), k (product keys), experts, k
+            and expert_dropout (sigma_moe).
+
+    Raises:
+        UserError: A size or option is unknown or out of range.
     """
 
     keys: Tensor
@@ -65,6 +71,7 @@ class KeyValueMemory(nn.Module):
         bias: bool = False,
         dropout: float = 0.0,
         heads: int = 1,
+        value_std: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -79,13 +86,17 @@ class KeyValueMemory(nn.Module):
             raise UserError(f"heads must be 1 for a {kind} memory, got {heads}")
         if bias and self.selector.by_head:
             raise UserError(f"bias must be False for a {kind} memory, got {bias}")
-        self.size = Size(width, slots, heads)
+        if value_std is not None and not value_std > 0:
+            raise UserError(f"value_std must be greater than 0, got {value_std}")
+        self.size = MemorySize(width, slots, heads)
         self.selector.check(self.size)
-        self.kind, self.bias, self.dropout = kind, bias, dropout
+        self.kind, self.bias, self.dropout, self.value_std = kind, bias, dropout, value_std
         self.tables = self._tables()
         for name, table in self.tables.items():
             self.register_parameter(name, nn.Parameter(torch.empty(table.shape)))
-        self.finish = None if self.spec.finish is None else self.spec.finish(width)
+        # Stored models have the parameters of the norm under the name `finish`.
+        norm = self.spec.output_norm
+        self.finish = None if norm is None else norm(width)
         self.reset_parameters()
 
     @property
@@ -99,7 +110,7 @@ class KeyValueMemory(nn.Module):
         return self.size.slots
 
     def reset_parameters(self) -> None:
-        """Draw new keys and values; biases start at 0."""
+        """Draw new keys and values, and set biases to 0."""
         with torch.no_grad():
             for name, table in self.tables.items():
                 parameter = self.get_parameter(name).normal_(std=table.deviation)
@@ -109,7 +120,15 @@ class KeyValueMemory(nn.Module):
             self.finish.reset_parameters()
 
     def forward(self, x: Tensor, return_weights: bool = False) -> Tensor | MemoryResult:
-        """Read the memory with x [..., width]: a tensor [..., width], or a result with weights."""
+        """Read the memory.
+
+        Args:
+            x: Queries [..., width].
+            return_weights: Also return the weights of all slots.
+
+        Returns:
+            The output [..., width], or a `MemoryResult` with `return_weights`.
+        """
         output, weights = self.selector.read(self._query(x, return_weights))
         if self.bias:
             output = output + self.values_bias
@@ -121,44 +140,65 @@ class KeyValueMemory(nn.Module):
         assert weights is not None
         return MemoryResult(output, weights.reshape(*x.shape[:-1], *weights.shape[1:]))
 
-    def penalty(self, x: Tensor) -> Tensor:
-        """What a training loss may add for the queries x, a scalar; 0 for most kinds.
+    def expert_choices(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
+        """Expected number of tokens that choose each expert, for `losses.expert_balance_loss`.
 
-        For sigma_moe the negative entropy of the mean choice of experts: a small multiple of it
-        keeps all experts in use.
+        Args:
+            x: Queries [B, T, width].
+            lengths: Number of tokens of each row of x that are not padding, [B]; None counts all.
+
+        Returns:
+            softmax(x E^T) summed over tokens, [B, experts]; None for kinds without experts.
         """
-        return self.selector.penalty(self._query(x))
+        probabilities = self.selector.expert_probabilities(self._query(x))
+        if probabilities is None:
+            return None
+        by_token = probabilities.unflatten(0, x.shape[:2])  # [B, T, experts]
+        if lengths is not None:
+            valid = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device).view(-1, 1)
+            by_token = by_token * valid.unsqueeze(-1)
+        return by_token.sum(dim=1)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a context with this persistent memory in front, for an attention.
+        """Prepend the slots of a persistent memory to the context of an attention.
 
-        k and v [B, Hkv, T, D], D = width / heads and Hkv a divisor of heads; the result is
-        [B, heads, slots + T, D]. An attention to it has one softmax over slots and context. Causal
-        rows see all the slots, for causal masks are aligned to the end. Add `slots` to
-        `key_lengths`; put `slots` visible columns in front of a mask. Rotate keys before this, as
-        slots have no position.
+        The attention then has one softmax over slots and context. Causal rows see all slots,
+        because causal masks are aligned to the end. Add `slots` to `key_lengths`, and prepend
+        `slots` visible columns to a mask. Apply rotary positions before: slots have no position.
+
+        Args:
+            k: Keys of the context [B, Hkv, T, D], D = width / heads and Hkv a divisor of heads.
+            v: Values of the context [B, Hkv, T, D].
+
+        Returns:
+            Keys and values [B, heads, slots + T, D].
         """
         if self.kind != "persistent":
-            raise UserError(f"only a persistent memory extends an attention, this is {self.kind!r}")
+            raise UserError(f"kind must be persistent to extend an attention, got {self.kind!r}")
         return extend(self.keys, self.values, k, v)
 
     def extra_repr(self) -> str:
-        """Sizes and options."""
+        """Sizes and options, for `repr`."""
         shown: dict[str, Any] = {"width": self.width, "slots": self.slots, "kind": self.kind}
         if self.bias:
             shown["bias"] = True
         if self.dropout:
             shown["dropout"] = self.dropout
+        if self.value_std is not None:
+            shown["value_std"] = self.value_std
         if self.selector.by_head:
             shown["heads"] = self.size.heads
         shown.update(asdict(self.selector))
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def _tables(self) -> dict[str, Table]:
-        """The selector's tables, with the gate, the biases and the start that the kind asks for."""
+        """Tables of the selector, with gate and biases, and the initial values of the kind."""
         tables = self.selector.tables(self.size)
-        if self.spec.unit_values:
-            tables["values"] = replace(tables["values"], deviation=1.0)
+        value_std = 1.0 if self.spec.unit_values else None
+        if self.value_std is not None:
+            value_std = self.value_std
+        if value_std is not None:
+            tables["values"] = replace(tables["values"], deviation=value_std)
         if self.spec.gate:
             tables["gate"] = tables["keys"]
         if self.bias:

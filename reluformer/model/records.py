@@ -1,4 +1,4 @@
-"""What the layers of a model hand to each other and report about themselves."""
+"""Data that the layers of a model pass on and report."""
 
 from typing import Literal, NamedTuple
 
@@ -7,35 +7,48 @@ from torch import Tensor
 from reluformer.ops import RowSums, Stats
 
 Record = Literal["nothing", "row_sum", "entropy", "stats", "weights"]
-"""How much a forward pass reports, each more than the one before: nothing; row sums, or those and
-entropies, of the attentions that the regularisers are for; row statistics of all attentions; those
-and whole maps. Fused kernels make no more than sums and entropies."""
+"""How much a forward pass reports; each level includes the one before.
+
+- `nothing`
+- `row_sum`: row sums of the attentions that have regularisers
+- `entropy`: row sums and entropies of these attentions
+- `stats`: row statistics of all attentions
+- `weights`: row statistics and attention maps of all attentions
+
+Fused kernels compute row sums and entropies; the last two levels need the reference.
+"""
 
 
 class KeyValues(NamedTuple):
-    """Keys [B, Hkv, Tk, D] and values [B, Hkv, Tk, D] of one attention."""
+    """Projected keys and values of one attention."""
 
     keys: Tensor
+    """[B, Hkv, Tk, D]."""
     values: Tensor
+    """[B, Hkv, Tk, D]."""
 
 
 class AttentionRecord(NamedTuple):
-    """What one attention reports about one forward pass."""
+    """Report of one attention about one forward pass."""
 
     site: str
     """`encoder`, `decoder` or `cross`."""
     layer: int
     stats: Stats | RowSums
-    """As much as was asked for, each field [B, H, rows]; `rows` are all query rows or a random
-    sample of them."""
+    """Fields [B, H, rows], as far as recorded; rows are all query rows or a random sample."""
     valid: Tensor
     """Bool, broadcastable to [B, H, rows]: False where the query is padding."""
     weights: Tensor | None
-    """[B, H, Tq, Tk] when whole maps were asked for."""
+    """Attention map [B, H, Tq, Tk], if recorded."""
 
 
 class Output(NamedTuple):
-    """Logits [B, T, vocabulary], and a record for each attention if they were asked for."""
+    """Result of a forward pass of a model."""
 
     logits: Tensor
+    """[B, T, vocabulary]."""
     records: tuple[AttentionRecord, ...]
+    """One record for each attention, if recorded."""
+    expert_choices: tuple[Tensor, ...] = ()
+    """For each layer, `KeyValueMemory.expert_choices` [B, experts]; empty without experts or in
+    evaluation mode."""

@@ -4,7 +4,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from reluformer.model.base import Model, as_records, embedding_table, final_norm, shared_gamma
+from reluformer.model.base import Model, Reports, embedding_table, final_norm, shared_gamma
 from reluformer.model.blocks import DecoderLayer, EncoderLayer, ForwardOptions
 from reluformer.model.config import ModelConfig
 from reluformer.model.kv_cache import DecoderState, GrowingCache
@@ -12,13 +12,15 @@ from reluformer.model.records import AttentionRecord, Output, Record
 
 
 class Encoded(NamedTuple):
-    """The encoder's view of a batch of sources."""
+    """Encoder output for a batch of sources."""
 
     hidden: Tensor
     """[B, S, width]."""
     lengths: Tensor | None
-    """[B], None when nothing is padding."""
+    """[B]; None if there is no padding."""
     records: tuple[AttentionRecord, ...]
+    expert_choices: tuple[Tensor, ...] = ()
+    """As in `Output`, for the layers of the encoder."""
 
 
 class ReLUFormer(Model):
@@ -54,11 +56,20 @@ class ReLUFormer(Model):
         sample_rows: int | None = None,
         entropy_every: int = 1,
     ) -> Output:
-        """Logits [B, T, vocabulary] of each next token of target [B, T], given source [B, S].
+        """Compute the logits of each next target token.
 
-        Sources and targets are padded at their end; lengths are [B]. `record` asks for records of
-        every attention, of all query rows or of a random sample of `sample_rows`; of all rows, the
-        entropies alone can be those of one block in `entropy_every`, see `reluformer.attention`.
+        Args:
+            source: Source ids [B, S], padded at the end.
+            target: Target ids [B, T], padded at the end.
+            source_lengths: Number of source tokens that are not padding, [B].
+            target_lengths: Number of target tokens that are not padding, [B].
+            record: What the attentions report.
+            sample_rows: Record a random sample of this many query rows; None records all.
+            entropy_every: Record the entropy of one block of query rows in this many, see
+                `reluformer.attention`; 1 with `sample_rows`.
+
+        Returns:
+            Logits [B, T, vocabulary] and records.
         """
         encoded = self.encode(
             source,
@@ -69,11 +80,11 @@ class ReLUFormer(Model):
         )
         options = ForwardOptions(target_lengths, record, sample_rows, entropy_every)
         x = self.embed(target, self.target_embedding)
-        records = list(encoded.records)
+        reports = Reports(encoded.records, encoded.expert_choices)
         for index, layer in enumerate(self.decoder):
-            x, own, cross = layer(x, options, encoded.hidden, encoded.lengths)
-            records += [*as_records("decoder", index, own), *as_records("cross", index, cross)]
-        return Output(self.logits(self.decoder_norm(x)), tuple(records))
+            output = layer(x, options, encoded.hidden, encoded.lengths)
+            x = reports.collect("decoder", index, output)
+        return Output(self.logits(self.decoder_norm(x)), *reports.tuples())
 
     def encode(
         self,
@@ -84,32 +95,31 @@ class ReLUFormer(Model):
         sample_rows: int | None = None,
         entropy_every: int = 1,
     ) -> Encoded:
-        """Hidden states [B, S, width] of source [B, S]."""
+        """Compute hidden states [B, S, width] of source [B, S]; arguments as in `forward`."""
         options = ForwardOptions(source_lengths, record, sample_rows, entropy_every)
         x = self.embed(source, self.source_embedding)
-        records: list[AttentionRecord] = []
+        reports = Reports()
         for index, layer in enumerate(self.encoder):
-            x, report = layer(x, options, source_lengths)
-            records += as_records("encoder", index, report)
-        return Encoded(self.encoder_norm(x), source_lengths, tuple(records))
+            x = reports.collect("encoder", index, layer(x, options, source_lengths))
+        return Encoded(self.encoder_norm(x), source_lengths, *reports.tuples())
 
     def start(self, encoded: Encoded) -> DecoderState:
-        """A decoder state with the source's keys and values, computed once for all steps and beams.
+        """A decoder state with the projected source, computed once for all steps and beams.
 
-        Rows given to `decode` are sentences times beams, for any number of beams.
+        The rows given to `decode` are sentences times beams, for any number of beams.
         """
         layers = cast("list[DecoderLayer]", self.decoder)
         source = [layer.project_source(encoded.hidden) for layer in layers]
         return DecoderState([GrowingCache() for _ in layers], source, encoded.lengths)
 
     def decode(self, tokens: Tensor, state: DecoderState) -> Tensor:
-        """Logits [rows, t, vocabulary] after the next t tokens [rows, t]; the state remembers them.
+        """Logits [rows, t, vocabulary] of the next t tokens [rows, t], which `state` then holds.
 
-        Equal, token by token, to the logits that `forward` gives for the whole target.
+        The logits are those that `forward` computes from the whole target.
         """
         start = state.length
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)
         for layer, source, cache in zip(self.decoder, state.source, state.layers, strict=True):
-            x, _, _ = layer(x, ForwardOptions(), source, state.source_lengths, cache)
+            x = layer(x, ForwardOptions(), source, state.source_lengths, cache).x
         return self.logits(self.decoder_norm(x))

@@ -68,6 +68,7 @@ class IntervalLosses(NamedTuple):
     nll: float
     normalisation: float
     entropy: float
+    expert_balance: float
     grad_norm: float
 
 
@@ -76,14 +77,15 @@ class Meter:
 
     def __init__(self, group: Processes) -> None:
         self._group = group
-        self._total = torch.zeros(5, dtype=torch.float64, device=group.device)
+        fields = len(IntervalLosses._fields)
+        self._total = torch.zeros(fields, dtype=torch.float64, device=group.device)
         self.steps = 0
         self.tokens = 0
 
     def add(self, losses: Tensor, grad_norm: Tensor, tokens: int) -> None:
-        """Add this process's part of the losses [4] and the gradient's norm, which all share."""
-        self._total[:4] += losses
-        self._total[4] += grad_norm / self._group.world
+        """Add one step: this process's part of `LOSSES` [5], and the global gradient norm []."""
+        self._total[:-1] += losses
+        self._total[-1] += grad_norm / self._group.world
         self.steps += 1
         self.tokens += tokens
 

@@ -300,3 +300,14 @@ def test_autocast_does_not_widen_the_weights(monkeypatch: pytest.MonkeyPatch) ->
         result = memory(x, return_weights=True)
     assert result.weights.dtype == result.output.dtype == torch.bfloat16
     assert (torch.bfloat16, torch.float32) not in widened
+
+
+@pytest.mark.parametrize("kind", ["relu", "softmax", "softmax_ln"])
+def test_values_of_all_kinds_can_start_alike(kind: str) -> None:
+    torch.manual_seed(0)
+    memory = KeyValueMemory(64, 256, kind, value_std=0.25)
+    assert memory.values.std().item() == pytest.approx(0.25, rel=0.05)
+    assert memory.keys.std().item() == pytest.approx(0.125, rel=0.05)
+    assert "value_std=0.25" in repr(memory)
+    initial = KeyValueMemory(64, 256, kind).values.std().item()
+    assert initial == pytest.approx(256**-0.5 if kind == "relu" else 1.0, rel=0.05)

@@ -18,7 +18,7 @@ COLLAPSED = SiteStatistics(row_sum=1.0, entropy=0.02, zeros=0.98, dead_rows=0.0)
 
 
 def losses(nll: float = 3.0, **others: float) -> IntervalLosses:
-    values = {"loss": nll, "nll": nll, "normalisation": 0.1, "entropy": 0.1, "grad_norm": 1.0}
+    values = dict.fromkeys(IntervalLosses._fields, 0.1) | {"loss": nll, "nll": nll}
     return IntervalLosses(**{**values, **others})
 
 

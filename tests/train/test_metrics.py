@@ -86,10 +86,10 @@ def test_statistics_are_means_over_real_rows() -> None:
 def test_the_meter_gives_means_and_starts_again() -> None:
     meter = Meter(ALONE)
     for step in (1.0, 3.0):
-        meter.add(torch.full((4,), step), torch.tensor(10 * step), tokens=7)
+        meter.add(torch.full((5,), step), torch.tensor(10 * step), tokens=7)
     assert meter.tokens == 14
-    assert meter.read() == (2.0, 2.0, 2.0, 2.0, 20.0)
-    meter.add(torch.tensor([1.0, torch.nan, 1.0, 1.0]), torch.tensor(1.0), tokens=1)
+    assert meter.read() == (2.0, 2.0, 2.0, 2.0, 2.0, 20.0)
+    meter.add(torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0]), torch.tensor(1.0), tokens=1)
     assert torch.tensor(meter.read().nll).isnan() and meter.tokens == 0
 
 

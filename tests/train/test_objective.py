@@ -55,7 +55,7 @@ def test_the_loss_is_the_formula(data: TrainingData) -> None:
     weights = {"normalisation_weight": 0.3, "entropy_weight": 0.7, "entropy_margin": 0.2}
     recipe = tiny(smoothing=0.2, model__dropout=0.0, **weights)
     model, batches = a_model(recipe, data), some_batches(data, 1)
-    loss, nll, normalisation, entropy = step(recipe, model, batches)[0]
+    loss, nll, normalisation, entropy, balance = step(recipe, model, batches)[0]
     [batch] = batches
     output = model(**inputs(batch), record="stats")
     losses = attention_losses(output.records, 0.2)
@@ -68,7 +68,42 @@ def test_the_loss_is_the_formula(data: TrainingData) -> None:
     torch.testing.assert_close(entropy.double(), losses.entropy, rtol=1e-6, atol=1e-9)
     wanted = -smooth.mean() + 0.3 * losses.normalisation + 0.7 * losses.entropy
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
-    assert int(real.sum()) == batch.target_tokens
+    assert int(real.sum()) == batch.target_tokens and balance == 0
+
+
+MOE = {"model__memory": "sigma_moe", "model__memory_options": {"experts": 4, "k": 2}}
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_the_expert_balance_loss_is_added(data: TrainingData, fixed_shapes: bool) -> None:
+    recipe = tiny(model__dropout=0.0, expert_balance_weight=0.3, **MOE)
+    model, batches = a_model(recipe, data), some_batches(data, 2, fixed_shapes=fixed_shapes)
+    losses, gradients = step(recipe, model, batches)
+    without = tiny(model__dropout=0.0, expert_balance_weight=0.0, **MOE)
+    others, plain = step(without, model, batches)
+    tokens = [batch.target_tokens for batch in batches]
+    wanted = torch.zeros(())
+    model.zero_grad()
+    for batch, count in zip(batches, tokens, strict=True):
+        real = batch.target_lengths > 0
+        output = model(**{name: tensor[real] for name, tensor in inputs(batch).items()})
+        choices = torch.stack([layer.sum(0) for layer in output.expert_choices])
+        assert len(choices) == 2
+        for mean in choices / choices.sum(-1, keepdim=True):
+            wanted = wanted + count / sum(tokens) * (mean * mean.log()).sum()
+    (0.3 * wanted).backward()
+    torch.testing.assert_close(losses[4].double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses[0], others[0] + 0.3 * losses[4])
+    assert others[4] == 0
+    expected = [p.grad for p in model.parameters()]
+    for total, part, extra in zip(gradients, plain, expected, strict=True):
+        torch.testing.assert_close(total, part if extra is None else part + extra)
+
+
+def test_the_expert_balance_weight_is_that_of_the_paper_where_there_are_experts() -> None:
+    assert tiny().train.expert_balance_weight == 0.0
+    assert tiny(**MOE).train.expert_balance_weight == 0.001
+    assert tiny(expert_balance_weight=0.0, **MOE).train.expert_balance_weight == 0.0
 
 
 def test_a_step_samples_entropies(data: TrainingData) -> None:

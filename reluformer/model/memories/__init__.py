@@ -1,1 +1,1 @@
-"""The kinds of global memory: `table` names them, the other files say how each finds its slots."""
+"""Kinds of global memory: `table` lists them, the other modules define how slots are selected."""

@@ -1,4 +1,4 @@
-"""What a selector is: how a query meets the slots of a memory, and with which tables."""
+"""Selectors: which slots of a memory a query reads, and the tensors that this needs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,74 +13,76 @@ from reluformer.ops.memory import Weigh
 
 
 @dataclass(frozen=True)
-class Size:
-    """Width of the queries and the values, number of slots, number of heads."""
+class MemorySize:
+    """Sizes of a memory."""
 
     width: int
+    """Width of queries, keys and values."""
     slots: int
+    """Number of key-value pairs."""
     heads: int
+    """Number of read heads."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A tensor to learn: its shape, and the deviation of the normal numbers it starts with."""
+    """Shape and initial distribution of one learned tensor."""
 
     shape: tuple[int, ...]
     deviation: float = 0.0
+    """Standard deviation of the normal distribution that initial values are drawn from."""
     unit_rows: bool = False
-    """The rows are then scaled to length 1 each."""
+    """Scale each initial row to length 1."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """One read of a memory.
-
-    x             [N, width]
-    tables        the memory's tensors by name: "keys", "values" and what the selector adds
-    weigh         function from scores to weights
-    dropout_p     dropout on the weights
-    training      whether the selector may add noise of its own
-    want_weights  whether the weights over all slots are to be returned
-    """
+    """One read of a memory."""
 
     x: Tensor
+    """Queries [N, width]."""
     tables: Mapping[str, Tensor]
+    """Learned tensors by name: "keys", "values" and those that the selector adds."""
     weigh: Weigh
+    """Function from scores to weights."""
     dropout_p: float = 0.0
+    """Dropout rate of the weights."""
     training: bool = False
+    """Whether the selector may add noise."""
     want_weights: bool = False
+    """Whether the weights over all slots are returned."""
 
     def against(self, name: str) -> Tensor:
-        """x against the rows of a table [rows, width], plus its bias if there is one: [N, rows]."""
+        """Products [N, rows] of x and the rows of table `name`, plus the table's bias if any."""
         return functional.linear(self.x, self.tables[name], self.tables.get(f"{name}_bias"))
 
 
 @dataclass(frozen=True)
 class Selector(ABC):
-    """How a query meets the slots. Subclasses are dataclasses whose fields are a kind's options."""
+    """Selects the slots that a query reads. The fields of a subclass are the options of a kind."""
 
     by_head: ClassVar[bool] = False
-    """Keys are cut by head: the kind takes `heads`, and has no biases."""
+    """Whether keys are split by head: the kind then takes `heads` and has no biases."""
 
-    def check(self, size: Size) -> None:
-        """Refuse sizes and options that cannot work; by default there are none."""
+    def check(self, size: MemorySize) -> None:
+        """Raise UserError for sizes or options that cannot work; the default accepts all."""
         return
 
     @abstractmethod
-    def tables(self, size: Size) -> dict[str, Table]:
-        """The tensors to learn, by name."""
+    def tables(self, size: MemorySize) -> dict[str, Table]:
+        """Learned tensors by name."""
 
     @abstractmethod
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
-        """The output [N, width], and the weights [N, slots] if the query wants them."""
+        """Output [N, width], and weights [N, slots] if `query.want_weights`."""
 
-    def penalty(self, query: Query) -> Tensor:
-        """A scalar that the training loss may add; 0 where a kind has none."""
-        return query.x.new_zeros(())
+    def expert_probabilities(self, query: Query) -> Tensor | None:
+        """Probability of each expert for each query, [N, experts]; None without experts."""
+        return None
 
 
 def check_between(name: str, value: int, low: int, high: int, limit: str) -> None:
-    """Refuse an integer option outside [low, high]; `limit` says what `high` is."""
+    """Raise UserError unless `value` is an integer in [low, high]; `limit` names `high`."""
     if not isinstance(value, int) or not low <= value <= high:
         raise UserError(f"{name} must be an integer from {low} to {high} ({limit}), got {value!r}")
 

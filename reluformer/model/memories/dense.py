@@ -1,11 +1,18 @@
-"""Memories that score every slot."""
+"""Memories that compute the score of every slot."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
-from reluformer.model.memories.definition import Query, Selector, Size, Table, check_between, times
+from reluformer.model.memories.definition import (
+    MemorySize,
+    Query,
+    Selector,
+    Table,
+    check_between,
+    times,
+)
 from reluformer.ops.memory import Scores, hide, read
 from reluformer.ops.relu_linear import pays, relu_linear
 from reluformer.ops.rule import RELU, Rectified
@@ -13,13 +20,13 @@ from reluformer.ops.rule import RELU, Rectified
 
 @dataclass(frozen=True)
 class AllSlots(Selector):
-    """Every slot is scored and read: the feed-forward layer.
+    """Reads every slot: the feed-forward layer.
 
-    With a table "gate" the weights are multiplied by x G^T, as in gated linear units.
+    With a table "gate", weights are multiplied by x G^T, as in gated linear units.
     """
 
-    def tables(self, size: Size) -> dict[str, Table]:
-        """Unit-variance x gives unit-variance scores, and ReLU an output of variance 1/2."""
+    def tables(self, size: MemorySize) -> dict[str, Table]:
+        """For unit-variance x, scores have variance 1 and the ReLU output has variance 1/2."""
         shape = (size.slots, size.width)
         return {"keys": Table(shape, size.width**-0.5), "values": Table(shape, size.slots**-0.5)}
 
@@ -37,25 +44,22 @@ class AllSlots(Selector):
 
 
 def _only_relu(query: Query) -> bool:
-    """Whether the two products have only ReLU between them, and nobody asks for its result."""
+    """Whether plain ReLU is all between the two products, and its result is not needed."""
     relu = isinstance(query.weigh, Rectified) and query.weigh == RELU
     return relu and not (query.want_weights or query.dropout_p > 0 or "gate" in query.tables)
 
 
 @dataclass(frozen=True)
 class TopK(AllSlots):
-    """Every slot is scored; the k best are read, with those that tie with the last of them.
-
-    k              slots that each query reads
-    rank_by_value  rank slots by score times length of the value, not by score alone: the k largest
-                   terms of the sum
-    """
+    """Reads the k slots with the highest scores, and every slot that ties with the last of them."""
 
     k: int = 32
+    """Number of slots that each query reads."""
     rank_by_value: bool = False
+    """Rank slots by score times the norm of the value, which selects the k largest terms."""
 
-    def check(self, size: Size) -> None:
-        """k slots must exist."""
+    def check(self, size: MemorySize) -> None:
+        """Raise UserError unless k is at most the number of slots."""
         check_between("k", self.k, 1, size.slots, "slots")
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
@@ -71,7 +75,7 @@ class TopK(AllSlots):
 
 
 def pattention(scores: Scores) -> Tensor:
-    """GELU(s sqrt(n) / |s|): scores scaled to mean square 1 in each row, then GELU (TokenFormer).
+    """GELU(s sqrt(n) / |s|), scores scaled to mean square 1 in each row (TokenFormer).
 
     A row of zeros stays zero.
     """

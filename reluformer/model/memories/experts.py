@@ -1,6 +1,5 @@
-"""sigma-MoE: slots grouped into experts, of which each query reads a few."""
+"""sigma-MoE: slots are grouped into experts, and each query reads k experts."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -8,34 +7,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from reluformer.errors import UserError
-from reluformer.model.memories.definition import Query, Selector, Size, Table, check_between, times
+from reluformer.model.memories.definition import (
+    MemorySize,
+    Query,
+    Selector,
+    Table,
+    check_between,
+    times,
+)
 from reluformer.ops.memory import Scores, hide, read
 
 
 @dataclass(frozen=True)
 class Experts(Selector):
-    """Slots are cut into experts; a query reads its k best by sigmoid(x E^T), times that number.
+    """Each query reads the k experts with the largest gates sigmoid(x E^T), times the gate.
 
     A sigmoid lets experts be chosen independently, where a softmax makes them compete.
 
-    experts         number of experts; must divide slots
-    k               experts that each query reads
-    expert_dropout  chance that an expert is out of a query's reach while training
-
-    `penalty` is sum p log p with p the mean of softmax(x E^T) over the queries: the negative
-    entropy, lowest (-log experts) when all experts are used alike.
-
     Only the chosen experts are computed, in groups whose sizes depend on the data. Under
-    torch.compile, or when weights are wanted, all are computed and those not chosen are hidden: the
-    same result, at the price of a dense memory.
+    torch.compile, or when weights are wanted, all experts are computed and the rest is hidden: the
+    same result at the cost of a dense memory.
     """
 
     experts: int = 16
+    """Number of experts; must divide the number of slots."""
     k: int = 4
+    """Number of experts that each query reads."""
     expert_dropout: float = 0.0
+    """Probability that an expert is unavailable to a query in training."""
 
-    def check(self, size: Size) -> None:
-        """Experts have one size, and k of them must exist."""
+    def check(self, size: MemorySize) -> None:
+        """Raise UserError unless experts divide the slots and k is at most their number."""
         check_between("experts", self.experts, 1, size.slots, "slots")
         if size.slots % self.experts:
             raise UserError(f"experts must divide slots = {size.slots}, got {self.experts}")
@@ -43,11 +45,11 @@ class Experts(Selector):
         if not 0 <= self.expert_dropout < 1:
             raise UserError(f"expert_dropout must be in [0, 1), got {self.expert_dropout}")
 
-    def tables(self, size: Size) -> dict[str, Table]:
-        """As in a dense memory with all these slots, not with the few that one query reads.
+    def tables(self, size: MemorySize) -> dict[str, Table]:
+        """Keys and values as in a dense memory with all slots, and one row of E for each expert.
 
-        The paper finds this better. Rows of E start with one length, so that no expert is preferred
-        from the start for the size of its row.
+        The paper prefers this to the scale of a dense memory with the slots of k experts. All rows
+        of E start with one length, so that no expert is preferred because of the norm of its row.
         """
         shape = (size.slots, size.width)
         return {
@@ -63,34 +65,30 @@ class Experts(Selector):
             return self._read_all(query, gates, chosen)
         return self._read_chosen(query, gates, chosen), None
 
-    def penalty(self, query: Query) -> Tensor:
-        """Negative entropy of the mean choice of experts over the queries."""
-        if len(query.x) == 0:
-            return super().penalty(query)
-        choices = self._logits(query).log_softmax(dim=-1)
-        mean = choices.logsumexp(dim=0) - math.log(len(query.x))
-        return (mean.exp() * mean).sum()
+    def expert_probabilities(self, query: Query) -> Tensor:
+        """softmax(x E^T), [N, experts]."""
+        return self._logits(query).softmax(dim=-1)
 
     def _logits(self, query: Query) -> Tensor:
         logits = query.against("experts")
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _choose(self, query: Query) -> tuple[Tensor, Tensor]:
-        """Gates and numbers of the k best experts, [N, k] both."""
+        """Gates and indices of the k best experts, [N, k] each."""
         gates = self._logits(query).sigmoid()
         if query.training and self.expert_dropout > 0:
-            # Gates are positive: an expert out of reach ranks last, and weighs 0 if still needed.
+            # Gates are positive: a dropped expert ranks last, and weighs 0 if it is still chosen.
             gates = gates.masked_fill(torch.rand_like(gates) < self.expert_dropout, 0.0)
         best = gates.topk(self.k, dim=-1)
         return best.values, best.indices
 
     def _read_all(self, query: Query, gates: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Every expert computed; a slot is visible where its expert was chosen."""
+        """Computes every expert; a slot is visible where its expert was chosen."""
         scores = query.against("keys")
-        each = scores.shape[-1] // self.experts
+        slots = scores.shape[-1] // self.experts
         over_experts = gates.new_zeros(len(gates), self.experts)
-        visible = over_experts.bool().scatter(-1, chosen, True).repeat_interleave(each, dim=-1)
-        gate = over_experts.scatter(-1, chosen, gates).repeat_interleave(each, dim=-1)
+        visible = over_experts.bool().scatter(-1, chosen, True).repeat_interleave(slots, dim=-1)
+        gate = over_experts.scatter(-1, chosen, gates).repeat_interleave(slots, dim=-1)
         return read(
             Scores(hide(scores, visible), visible, query.x.shape[-1]),
             query.tables["values"],
@@ -99,11 +97,11 @@ class Experts(Selector):
         )
 
     def _read_chosen(self, query: Query, gates: Tensor, chosen: Tensor) -> Tensor:
-        """Queries sorted by expert; each expert reads its own."""
+        """Sorts queries by expert and computes each expert for its queries only."""
         keys, values = (query.tables[name].chunk(self.experts) for name in ("keys", "values"))
         bias = query.tables.get("keys_bias")
         biases = [None] * self.experts if bias is None else bias.chunk(self.experts)
-        # A query stands k times in this order, once in the group of each of its experts.
+        # Each query appears k times, once in the group of each of its experts.
         order = chosen.flatten().argsort()
         rows = order // self.k
         sizes = torch.bincount(chosen.flatten(), minlength=self.experts).tolist()

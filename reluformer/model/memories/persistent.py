@@ -1,4 +1,4 @@
-"""Persistent memory: learned keys and values cut by head, as an attention has them."""
+"""Persistent memory: learned keys and values for each head of an attention."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
-from reluformer.model.memories.definition import Query, Selector, Size, Table
+from reluformer.model.memories.definition import MemorySize, Query, Selector, Table
 from reluformer.ops.memory import Scores, read
 
 
@@ -14,24 +14,24 @@ from reluformer.ops.memory import Scores, read
 class PerHead(Selector):
     """Each head has its own keys and values [heads, slots, D], D = width / heads.
 
-    On its own it reads x, cut into heads, with scores x.k / sqrt(D). Inside an attention, `extend`
-    puts the slots beside the context.
+    Used alone, it splits x into heads, with scores x.k / sqrt(D). In an attention, `extend`
+    prepends the slots to the context.
     """
 
     by_head = True
 
-    def check(self, size: Size) -> None:
-        """Heads must have one width."""
+    def check(self, size: MemorySize) -> None:
+        """Raise UserError unless heads divide the width."""
         if size.width % size.heads:
             raise UserError(f"heads must divide width = {size.width}, got {size.heads}")
 
-    def tables(self, size: Size) -> dict[str, Table]:
-        """Like the keys and values of a context, which have about unit variance."""
+    def tables(self, size: MemorySize) -> dict[str, Table]:
+        """Keys and values of unit variance, about that of a projected context."""
         shape = (size.heads, size.slots, size.width // size.heads)
         return {"keys": Table(shape, 1.0), "values": Table(shape, 1.0)}
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs side by side; weights are [N, heads, slots]."""
+        """Outputs of all heads, concatenated; weights are [N, heads, slots]."""
         keys, values = query.tables["keys"], query.tables["values"]
         heads, _, width = keys.shape
         x = query.x.view(-1, heads, width).transpose(0, 1) * width**-0.5
@@ -41,9 +41,16 @@ class PerHead(Selector):
 
 
 def extend(keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [B, Hkv, T, D] with learned pairs [H, N, D] in front: [B, H, N + T, D] both.
+    """Prepend learned pairs to a context.
 
-    Where the context has fewer heads, H / Hkv learned heads share each of them.
+    Args:
+        keys: Learned keys [H, N, D].
+        values: Learned values [H, N, D].
+        k: Keys of the context [B, Hkv, T, D], Hkv a divisor of H.
+        v: Values of the context [B, Hkv, T, D].
+
+    Returns:
+        Keys and values [B, H, N + T, D]; each context head is repeated H / Hkv times.
     """
     heads, _, width = keys.shape
     for name, tensor in (("k", k), ("v", v)):

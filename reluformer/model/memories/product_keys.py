@@ -1,4 +1,4 @@
-"""Product keys: the best of millions of slots for the price of two short searches."""
+"""Product keys: exact search for the best of many slots through two short searches."""
 
 import math
 from dataclasses import dataclass
@@ -8,27 +8,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from reluformer.errors import UserError
-from reluformer.model.memories.definition import Query, Selector, Size, Table, check_between
+from reluformer.model.memories.definition import MemorySize, Query, Selector, Table, check_between
 from reluformer.ops.memory import Scores
 
 
 @dataclass(frozen=True)
 class ProductKeys(Selector):
-    """Slot (i, j) has the key [a_i, b_j]: two tables of sqrt(slots) half keys make all the keys.
+    """Slot (i, j) has the key [a_i, b_j], from two tables of sqrt(slots) half keys.
 
-    A slot's score is q1.a_i + q2.b_j, so the k best slots lie among the pairs of the k best halves:
-    the search is exact and costs sqrt(slots) products. Each head has a query of its own, q = W x,
-    and half keys of its own; all heads share the values and their records are added. There is no
-    batch norm on the queries, which would make a result depend on its neighbours in the batch.
-
-    k  slots that each head reads
+    The score of a slot is q1.a_i + q2.b_j, so the k best slots are pairs of the k best halves: the
+    search is exact and costs O(sqrt(slots)) products. Each head has its own query projection
+    q = W x and its own half keys. All heads share the values, and their outputs are added. Queries
+    have no batch norm, unlike in the paper: a result does not depend on the rest of the batch.
     """
 
     k: int = 32
+    """Number of slots that each head reads."""
     by_head = True
 
-    def check(self, size: Size) -> None:
-        """slots must be a square, width even, and k slots must exist."""
+    def check(self, size: MemorySize) -> None:
+        """Raise UserError unless slots is a square, width is even and k is at most slots."""
         root = math.isqrt(size.slots)
         if root * root != size.slots:
             raise UserError(
@@ -39,8 +38,8 @@ class ProductKeys(Selector):
             raise UserError(f"width must be even for product keys, got {size.width}")
         check_between("k", self.k, 1, size.slots, "slots")
 
-    def tables(self, size: Size) -> dict[str, Table]:
-        """Values start as in a dense memory with as many slots as are read: heads * k."""
+    def tables(self, size: MemorySize) -> dict[str, Table]:
+        """Values start as in a dense memory with heads * k slots, the number that is read."""
         root = math.isqrt(size.slots)
         deviation = size.width**-0.5
         return {
@@ -57,7 +56,7 @@ class ProductKeys(Selector):
         kept = weights
         if query.dropout_p > 0:
             kept = torch.dropout(weights, query.dropout_p, train=True)
-        # `ops.memory.read` on values[slots], without copying those heads * k rows for each query.
+        # As `ops.memory.read` on values[slots], without a copy of heads * k rows for each query.
         output = functional.embedding_bag(
             slots.flatten(1), values, mode="sum", per_sample_weights=kept.flatten(1)
         )
@@ -67,7 +66,7 @@ class ProductKeys(Selector):
         return output, over_all.scatter_add(-1, slots.flatten(1), weights.flatten(1))
 
     def select(self, query: Query) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the k best slots of each head, [N, heads, k] both, best first."""
+        """Scores and indices [N, heads, k] of the k best slots of each head, best first."""
         _, heads, root, half = query.tables["keys"].shape
         queries = query.against("queries").view(-1, heads, 2, half)
         first, second = (
@@ -75,6 +74,6 @@ class ProductKeys(Selector):
             for part, keys in enumerate(query.tables["keys"])
         )
         sums = first.values.unsqueeze(-1) + second.values.unsqueeze(-2)
-        numbers = first.indices.unsqueeze(-1) * root + second.indices.unsqueeze(-2)
+        indices = first.indices.unsqueeze(-1) * root + second.indices.unsqueeze(-2)
         best = sums.flatten(-2).topk(self.k, dim=-1)
-        return best.values, numbers.flatten(-2).gather(-1, best.indices)
+        return best.values, indices.flatten(-2).gather(-1, best.indices)

@@ -1,4 +1,4 @@
-"""Every kind of memory by name. A new one is a row here, and a selector if none here fits."""
+"""All kinds of memory by name. A new kind is a row here, and a selector if none fits."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,32 +19,33 @@ from reluformer.ops.rule import RELU, Rectified
 
 @dataclass(frozen=True)
 class Memory:
-    """One kind of memory: how slots are found, how scores become weights, what surrounds them."""
+    """One kind of memory: weight function, slot selection, gate and output norm."""
 
     name: str
     formula: str
     paper: str
     weigh: Weigh
-    """From scores to weights: a function of the same family as the attentions use."""
+    """Function from scores to weights, of the same family as those of the attentions."""
     selector: type[Selector] = AllSlots
-    """Which slots a query meets; its fields are the options of this kind."""
+    """Selects the slots that a query reads; its fields are the options of this kind."""
     gate: bool = False
-    """A second table of keys G: weights are multiplied by x G^T."""
-    finish: type[nn.LayerNorm] | None = None
-    """Norm on the output, before it is added to the residual stream."""
+    """Whether weights are multiplied by x G^T, with a second table of keys G."""
+    output_norm: type[nn.LayerNorm] | None = None
+    """Norm of the output, before it is added to the residual stream."""
     by_row: bool = False
-    """Weights depend on the whole row: computed in float32 where scores have half precision."""
+    """Whether weights depend on the whole row; they are then computed in float32 at least."""
     unit_values: bool = False
-    """Values start with deviation 1, because the weights of a row sum to 1.
+    """Whether values start with standard deviation 1, because the weights of a row sum to 1.
 
-    Then n weights of about 1/n give an output of variance e/n. The smaller start that suits
-    unnormalised weights, n^-1/2, would make that e/n^2: below 1e-5 from n = 500 on, where the
-    memory is lost beside the residual stream and under the epsilon of a LayerNorm.
+    With n weights of about 1/n the output then starts with variance e/n. With n^-1/2, the start of
+    unnormalised kinds, it would be e/n^2: below 1e-5 from n = 500 on, which is lost in the residual
+    stream and under the epsilon of a LayerNorm. The paper compares ReLU and softmax memories whose
+    values start alike; set `value_std` of `KeyValueMemory` for that comparison.
     """
 
     @property
     def weights(self) -> Weigh:
-        """The function from scores to weights, in a precision that suits the kind."""
+        """Weight function, in float32 at least if weights depend on the whole row."""
         return self._precisely if self.by_row else self.weigh
 
     def _precisely(self, scores: Scores) -> Tensor:
@@ -52,7 +53,11 @@ class Memory:
         return self.weigh(Scores(precise, scores.visible, scores.width))
 
     def select_with(self, options: dict[str, Any]) -> Selector:
-        """The selector with its options."""
+        """Selector of this kind with the given options.
+
+        Raises:
+            UserError: The kind has no such option.
+        """
         known = [option.name for option in fields(self.selector)]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -85,7 +90,7 @@ _ROWS = (
         "LayerNorm(softmax(x K^T) V)",
         _SHEN,
         row_normalised.softmax,
-        finish=nn.LayerNorm,
+        output_norm=nn.LayerNorm,
         by_row=True,
         unit_values=True,
     ),
@@ -146,11 +151,11 @@ _ROWS = (
 )
 
 MEMORIES: dict[str, Memory] = {row.name: row for row in _ROWS}
-"""Every kind of memory by name."""
+"""All kinds of memory by name."""
 
 
 def lookup(kind: str) -> Memory:
-    """The kind of memory called `kind`."""
+    """The row of `MEMORIES` with name `kind`; UserError if there is none."""
     if kind not in MEMORIES:
-        raise UserError(f"unknown memory {kind!r}; known: {', '.join(sorted(MEMORIES))}")
+        raise UserError(f"memory must be one of {', '.join(sorted(MEMORIES))}, got {kind!r}")
     return MEMORIES[kind]

@@ -13,13 +13,14 @@ from reluformer.model.memory import KeyValueMemory
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((6, 16, "tanh"), "unknown memory 'tanh'; known: gelu, pattention"),
+        ((6, 16, "tanh"), "memory must be one of gelu, pattention"),
         ((0, 16), "width must be an integer of at least 1, got 0"),
         ((6, 2.5), "slots must be an integer of at least 1, got 2.5"),
         ((6, 16, "relu", {"heads": 2}), "heads must be 1 for a relu memory, got 2"),
         ((6, 16, "persistent", {"heads": 4}), "heads must divide width = 6, got 4"),
         ((6, 16, "persistent", {"bias": True}), "bias must be False for a persistent memory"),
         ((6, 16, "relu", {"dropout": 1.0}), "dropout must be in [0, 1), got 1.0"),
+        ((6, 16, "relu", {"value_std": 0.0}), "value_std must be greater than 0, got 0.0"),
         ((6, 16, "relu", {"k": 2}), "relu memory has no option 'k'; its options: none"),
         ((6, 16, "top_k", {"n": 2}), "no option 'n'; its options: k, rank_by_value"),
         ((6, 16, "top_k", {"k": 17}), "k must be an integer from 1 to 16 (slots), got 17"),

@@ -1,4 +1,4 @@
-"""Memories that select: the selection is exact, and nothing else differs from record all."""
+"""Memories that select slots: the selection is exact, and the rest equals a dense memory."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reluformer import attention
 from reluformer.errors import UserError
+from reluformer.model.losses import expert_balance_loss
 from reluformer.model.memories.definition import Query
 from reluformer.model.memories.product_keys import ProductKeys
 from reluformer.model.memory import KeyValueMemory
@@ -126,33 +127,69 @@ def test_a_query_without_experts_reads_nothing() -> None:
         assert all(not gradient.any() for gradient in gradients(output, memory, x))
 
 
-def test_expert_penalty_is_the_negative_entropy_of_the_mean_choice() -> None:
+def test_expert_balance_is_the_negative_entropy_of_the_mean_choice() -> None:
     memory, x = make("sigma_moe"), queries(2, 5)
     logits = x.view(10, 6) @ memory.get_parameter("experts").T
     mean = (logits.exp() / logits.exp().sum(-1, keepdim=True)).mean(0)
-    torch.testing.assert_close(memory.penalty(x), (mean * mean.log()).sum())
+    torch.testing.assert_close(balance(memory, x), (mean * mean.log()).sum())
     with torch.no_grad():
         memory.get_parameter("experts").zero_()
-    assert memory.penalty(x).item() == pytest.approx(-math.log(4))
-    assert memory.penalty(x[:0]).item() == 0
+    assert balance(memory, x).item() == pytest.approx(-math.log(4))
+    assert balance(memory, x[:0]).item() == 0
 
 
-def test_expert_penalty_spreads_the_choice() -> None:
-    memory, x = make("sigma_moe"), queries(64)
+def test_expert_choices_exclude_padding() -> None:
+    memory, x = make("sigma_moe"), queries(2, 5)
+    choices = memory.expert_choices(x, torch.tensor([5, 2]))
+    assert choices is not None
+    torch.testing.assert_close(choices.sum(-1), torch.tensor([5.0, 2.0]).to(x))
+    torch.testing.assert_close(choices[1:], memory.expert_choices(x[1:, :2]))
+
+
+def test_expert_balance_has_the_gradient_of_its_formula() -> None:
+    memory, x = make("sigma_moe"), queries(2, 5)
+    experts = memory.get_parameter("experts")
+    mean = (x.view(10, 6) @ experts.T).softmax(-1).mean(0)
+    [wanted] = torch.autograd.grad((mean * mean.log()).sum(), experts)
+    [result] = torch.autograd.grad(balance(memory, x), experts)
+    torch.testing.assert_close(result, wanted)
+
+
+def test_expert_balance_adds_up_over_processes() -> None:
+    memory, x = make("sigma_moe"), queries(4, 5)
+    experts = memory.get_parameter("experts")
+    [whole] = torch.autograd.grad(balance(memory, x), experts)
+    parts = [memory.expert_choices(part) for part in (x[:1], x[1:])]
+    choices = [part.sum(0, keepdim=True) for part in parts if part is not None]
+    losses = [expert_balance_loss(part, choices[0] + choices[1]) for part in choices]
+    torch.testing.assert_close(losses[0] + losses[1], balance(memory, x))
+    [gradient] = torch.autograd.grad(losses[0] + losses[1], experts)
+    torch.testing.assert_close(gradient, whole)
+
+
+def test_expert_balance_spreads_the_choice() -> None:
+    memory, x = make("sigma_moe"), queries(1, 64)
     optimiser = torch.optim.Adam([memory.get_parameter("experts")], lr=0.05)
     with torch.no_grad():
-        memory.get_parameter("experts")[0] = 3 * x.mean(0) / x.mean(0).norm() ** 2
-    before = memory.penalty(x).item() + math.log(4)
+        centre = x.mean((0, 1))
+        memory.get_parameter("experts")[0] = 3 * centre / centre.norm() ** 2
+    before = balance(memory, x).item() + math.log(4)
     for _ in range(50):
         optimiser.zero_grad()
-        memory.penalty(x).backward()
+        balance(memory, x).backward()
         optimiser.step()
-    assert 0 <= memory.penalty(x).item() + math.log(4) < before / 4
+    assert 0 <= balance(memory, x).item() + math.log(4) < before / 4
+
+
+def balance(memory: KeyValueMemory, x: Tensor) -> Tensor:
+    choices = memory.expert_choices(x)
+    assert choices is not None
+    return expert_balance_loss(choices.sum(dim=0, keepdim=True))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sigma_moe"])
-def test_other_kinds_have_no_penalty(kind: str) -> None:
-    assert make(kind).penalty(queries(5)).item() == 0
+def test_other_kinds_have_no_experts(kind: str) -> None:
+    assert make(kind).expert_choices(queries(2, 5)) is None
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -194,7 +231,7 @@ def test_extension_takes_the_dtype_of_the_context() -> None:
 @pytest.mark.parametrize(
     ("kind", "shape", "said"),
     [
-        ("relu", (2, 2, 5, 3), "only a persistent memory extends an attention, this is 'relu'"),
+        ("relu", (2, 2, 5, 3), "kind must be persistent to extend an attention, got 'relu'"),
         ("persistent", (2, 2, 5, 4), "k must be [B, heads, T, 3], got [2, 2, 5, 4]"),
         ("persistent", (2, 3, 5, 3), "k's heads must divide the memory's 2 heads, got 3"),
     ],
