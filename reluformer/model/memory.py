@@ -153,7 +153,7 @@ class KeyValueMemory(nn.Module):
         probabilities = self.selector.expert_probabilities(self._query(x))
         if probabilities is None:
             return None
-        by_token = probabilities.unflatten(0, x.shape[:2])  # [B, T, experts]
+        by_token = probabilities.view(*x.shape[:2], probabilities.shape[-1])
         if lengths is not None:
             valid = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device).view(-1, 1)
             by_token = by_token * valid.unsqueeze(-1)
