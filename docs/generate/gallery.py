@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import torch
 import yaml
@@ -19,9 +20,16 @@ KEYS, WIDTH, POINTS = 16, 64, 121
 _BOX = (30.0, 8.0, 220.0, 110.0)  # left, top, right, bottom of the plot, in SVG units
 
 
-def notes() -> dict[str, dict[str, str | dict[str, str]]]:
-    """Groups of attentions, each with a paragraph and one sentence for every member."""
-    return yaml.safe_load(NOTES.read_text(encoding="utf-8"))
+def notes() -> dict[str, Any]:
+    """Groups of attentions, each with a paragraph and a sentence for every member.
+
+    An attention without a sentence is listed in a last group, so that none is ever missing.
+    """
+    groups: dict[str, Any] = yaml.safe_load(NOTES.read_text(encoding="utf-8"))
+    described = {name for group in groups.values() for name in group["members"]}
+    if rest := {name: "" for name in ATTENTIONS if name not in described}:
+        groups["Others"] = {"about": "Attentions that no group describes yet.", "members": rest}
+    return groups
 
 
 def markdown() -> str:
@@ -47,14 +55,15 @@ def speed_class(name: str) -> str:
 
 def plots() -> dict[str, str]:
     """An SVG for every attention: the weight of one key of 16 over that key's score."""
-    return {name: _svg(name) for name in ATTENTIONS}
+    default = {"power": 4, "threshold": -4.0, "row_normalise": 1e-4}
+    return {name: _svg(name) for name in ATTENTIONS} | {"relu-default": _svg("relu", **default)}
 
 
-def curve(name: str) -> tuple[list[float], list[float]]:
+def curve(name: str, **options: Any) -> tuple[list[float], list[float]]:
     """Scores of one key, and its weight beside 15 keys whose scores are normal quantiles.
 
     Attentions on cosines have scores from -1 to 1, all others from -4 to 4. An attention with two
-    maps gets the same scores in both halves of the width, those of the second map constant.
+    maps gets constant scores in the second one.
     """
     row = ATTENTIONS[name]
     limit = 1.0 if row.cosine else 4.0
@@ -76,7 +85,7 @@ def curve(name: str) -> tuple[list[float], list[float]]:
         half = WIDTH // 2
         query[..., half] = 1.0
         keys[..., half + 1] = 1.0
-    result = attention(name, query, keys, keys, scale=1.0, return_weights=True)
+    result = attention(name, query, keys, keys, scale=1.0, return_weights=True, **options)
     assert result.weights is not None
     return moving.tolist(), result.weights[:, 0, 0, KEYS // 2].tolist()
 
@@ -89,14 +98,15 @@ def _entry(row: Attention, when: str) -> str:
         when,
         f"Speed: {SPEED[speed_class(row.name)]}. Paper: {row.paper}.",
     ]
+    facts = [fact for fact in facts if fact]
     if row.options:
         facts.append("Options: " + ", ".join(f"`{name}`" for name in sorted(row.options)) + ".")
     body = "\n\n".join([plot, "<br>\n".join(facts)])
     return f'### {row.name}\n\n<div class="gallery-entry" markdown>\n\n{body}\n\n</div>'
 
 
-def _svg(name: str) -> str:
-    scores, weights = curve(name)
+def _svg(name: str, **options: Any) -> str:
+    scores, weights = curve(name, **options)
     left, top, right, bottom = _BOX
     low, high = min(0.0, *weights), max(weights)
 
