@@ -1,0 +1,207 @@
+"""README and docs: code blocks run, commands exist, generated parts are complete, links resolve.
+
+A Python block runs in the namespace of the blocks above it on the same page, in an empty folder. A
+comment before a block changes that: `<!-- not executed: REASON -->` only compiles it, and
+`<!-- uses runs/mine -->` provides the folder of a finished run.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+import typer
+
+from reluformer import ATTENTIONS
+from reluformer.cli import app
+from reluformer.config.recipe import load_recipe
+from reluformer.train import train
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+GENERATED = ROOT / "docs" / "generate"
+_BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", flags=re.DOTALL)
+_SHORT_RUN = (
+    "train.steps=2",
+    "train.warmup=1",
+    "train.dev_every=2",
+    "train.bleu_every=2",
+    "train.checkpoint_every=2",
+    "data.generated.train=200",
+    "data.generated.dev=8",
+    "model.width=16",
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, with the comment in the line before it."""
+
+    note: str
+    language: str
+    code: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    return [Block(*match.groups(default="")) for match in _BLOCK.finditer(page.read_text("utf-8"))]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every call of `reluformer` in a shell block, with its page, split into words."""
+    calls = []
+    for page in PAGES:
+        for block in blocks(page):
+            text = block.code.replace("\\\n", " ") if block.language == "sh" else ""
+            parts = [part.strip() for line in text.splitlines() for part in line.split("|")]
+            calls += [
+                (page.name, shlex.split(part.split(" < ")[0].split(" > ")[0], comments=True))
+                for part in parts
+                if part.startswith("reluformer ")
+            ]
+    return calls
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that was trained for two steps."""
+    folder = tmp_path_factory.mktemp("docs") / "mine"
+    train(load_recipe("toy-reverse", _SHORT_RUN), folder, quiet=True)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    python = [block for block in blocks(page) if block.language == "python"]
+    if page.name == "context-parallel.md":
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        request.addfinalizer(dist.destroy_process_group)
+    for block in python:
+        code = compile(block.code, str(page), "exec")
+        if block.note.startswith("not executed:"):
+            continue
+        if block.note == "uses runs/mine":
+            (tmp_path / "runs").mkdir(exist_ok=True)
+            (tmp_path / "runs" / "mine").symlink_to(request.getfixturevalue("finished_run"))
+        exec(code, names)
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    commands(),
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else value,
+)
+def test_commands_and_their_options_exist(page: str, words: list[str]) -> None:
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    if words[1].startswith("-"):
+        return
+    assert words[1] in known
+    options = {option for parameter in known[words[1]].params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= options
+    if words[1] == "train":
+        settings = [value for word, value in zip(words, words[1:], strict=False) if word == "--set"]
+        # Settings that name a file or an attention of an example cannot be checked here.
+        load_recipe(words[2], [s for s in settings if not s.endswith("=silu_n")])
+
+
+def test_links_to_files_of_the_repository_resolve() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8")):
+            is_generated = target.startswith("gallery/")
+            assert is_generated or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
+
+
+def test_gallery_shows_every_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import gallery
+
+    text = gallery.markdown()
+    for name, row in ATTENTIONS.items():
+        assert f"### {name}\n" in text
+        assert row.paper in text
+    plots = gallery.plots()
+    assert set(ATTENTIONS) <= set(plots)
+    assert all(svg.startswith("<svg") and "nan" not in svg for svg in plots.values())
+
+
+def test_gallery_plots_are_the_weight_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import gallery
+
+    scores, weights = gallery.curve("relu")
+    expected = [max(s, 0) / (gallery.KEYS / 2) ** 0.5 for s in scores]
+    assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def test_gallery_describes_only_members_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import gallery
+
+    described = {name for group in gallery.notes().values() for name in group["members"]}
+    assert described == set(ATTENTIONS)
+
+
+def test_module_table_lists_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import modules
+
+    package = ROOT / "reluformer"
+    text, summaries = modules.markdown(), modules.modules()
+    for path in package.rglob("*.py"):
+        name = str(path.relative_to(package))
+        if path.name != "__init__.py":
+            assert summaries[name], f"{name} has no docstring"
+            assert f"| `{path.name}` |" in text
+
+
+def test_command_reference_lists_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import commands as reference
+
+    sections = dict(re.findall(r"## (\S+)\n(.*?)(?=\n## |\Z)", reference.markdown(), re.DOTALL))
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert list(sections) == list(known)
+    for name, command in known.items():
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert f"`{option}`" in sections[name]
+
+
+def test_numbers_are_those_of_the_results_files() -> None:
+    script = ROOT / "tools" / "check_numbers.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "choosing-an-attention.html").is_file()
