@@ -1,7 +1,7 @@
-# make demo   sets everything up and shows the main job on what ships in the repository
-# make test   sets everything up and runs lint, types and tests
-# make docs   sets everything up and builds the documentation site into site/
-# make coverage   the tests again, with the share of lines they reach (half as long again)
+# make demo       set everything up and run the main example on the data in the repository
+# make quick      lint, types, import contracts and the fast tests: for daily work
+# make test       the whole suite except tests marked `slow`: before every merge
+# make test-all   every test, slow ones included, with line coverage: before a release
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
 DOCS   := $(VENV)/.docs
 
-.PHONY: demo test docs coverage clean
+.PHONY: demo lint quick test test-all docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Faster CPU kernels; where no C++ compiler is, one line says so and everything runs without.
+# Faster CPU kernels. Without a C++ compiler this prints one line and the Python tiles are used.
 $(KERNELS): $(READY) $(wildcard reluformer/ops/backends/cpu/native/*)
 	$(BIN)/python -m reluformer.ops.backends.cpu.native || true
 	touch $@
@@ -29,18 +29,29 @@ $(DOCS): $(READY)
 demo: $(KERNELS)
 	$(BIN)/python -m reluformer.demo
 
-test: $(KERNELS)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2
+
+# One xdist worker runs all tests of a group, for example those that share processes.
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
+
+quick: $(KERNELS) lint
+	$(PYTEST) -m "not slow and not extended and not gpu"
+
+test: $(KERNELS) lint
+	$(BIN)/python tools/check_numbers.py
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(KERNELS) lint
+	$(BIN)/python tools/check_numbers.py
+	$(PYTEST) --cov --cov-report=term --cov-fail-under=90
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
-
-coverage: $(KERNELS)
-	$(BIN)/pytest -n 2 --cov --cov-report=term --cov-fail-under=90
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -1,4 +1,4 @@
-"""What is measured: the shapes, their inputs, and how much work they are."""
+"""Cases of the benchmark: shapes, their inputs, and their FLOPs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,10 +20,10 @@ MODES: dict[Group, tuple[Mode, ...]] = {
 }
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Multiples of the forward's matrix products: a backward needs five for the forward's two.
+# FLOPs as multiples of the forward: it has two matrix products, the backward five.
 _WORK: dict[Mode, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5, "decode": 1.0}
 
-# In the hard regime scores are normal around this: one in a thousand is positive.
+# Mean of the scores in the hard regime, where one score in a thousand is positive.
 _HARD_MEAN = -3.09
 
 
@@ -44,16 +44,16 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--only` matches and tables show."""
+        """Name that `--only` matches and tables show."""
         mask = "causal" if self.causal else "full"
-        what = {"dense": mask, "decode": "decode", "features": f"features, {mask}"}[self.group]
+        kind = {"dense": mask, "decode": "decode", "features": f"features, {mask}"}[self.group]
         heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
         size = f"batch {self.batch}, heads {heads}"
-        return f"{self.dtype}, d {self.width}, {what}, n {self.keys}, {size}"
+        return f"{self.dtype}, d {self.width}, {kind}, n {self.keys}, {size}"
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Which passes are timed."""
+        """Passes that are timed."""
         return MODES[self.group]
 
     def flops(self, mode: Mode) -> float:
@@ -63,24 +63,26 @@ class Case:
 
     @property
     def scores(self) -> int:
-        """B H Tq Tk, what an eager implementation holds several times."""
+        """B H Tq Tk, the size of the score tensor of an eager implementation."""
         return self.batch * self.heads * self.queries * self.keys
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of k and v."""
+        """Bytes of k and v together."""
         size = getattr(torch, self.dtype).itemsize
         return 2 * self.batch * self.kv_heads * self.keys * self.width * int(size)
 
     def inputs(self, seed: int, hard: bool = False) -> list[Tensor]:
-        """q, k, v and an output gradient, views of [B, T, H, D] as a model makes them.
+        """Normal q, k, v and output gradient [B, H, T, D], as views of [B, T, H, D].
 
-        Normal numbers; with `hard` one weight of ReLU attention in a thousand is above zero and
-        values have mean 1, where sums of many terms of either sign would cancel.
+        In the hard regime (`hard`), one ReLU weight in a thousand is positive and values have mean
+        1, so that an implementation that adds large terms of both signs loses its digits.
         """
-        source = torch.Generator(self.device).manual_seed(seed)
-        made = [
-            torch.randn(self.batch, length, count, self.width, device=self.device, generator=source)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        tensors = [
+            torch.randn(
+                self.batch, length, count, self.width, device=self.device, generator=generator
+            )
             for length, count in (
                 (self.queries, self.heads),
                 (self.keys, self.kv_heads),
@@ -89,31 +91,31 @@ class Case:
             )
         ]
         if hard:
-            q, k, v, _ = made
-            # One feature shifts every score; the others still give them variance (D - 1) / D.
+            q, k, v, _ = tensors
+            # The first feature shifts every score; the others give variance (D - 1) / D.
             q[..., 0] = self.width**0.5
             k[..., 0] = _HARD_MEAN
             v += 1.0
         dtype = getattr(torch, self.dtype)
-        return [tensor.to(dtype).transpose(1, 2) for tensor in made]
+        return [tensor.to(dtype).transpose(1, 2) for tensor in tensors]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: its cases, and how they are timed."""
+    """Cases of a run and the settings of its timing."""
 
     cases: tuple[Case, ...]
     matmul: int
-    """Side of the square matrix product that is timed in the same rounds."""
+    """Side of the square matrix product that every round times as a reference."""
     rounds: int
-    """Least number of rounds, so of pairs behind a ratio."""
+    """Minimum number of rounds, and so of pairs behind a ratio."""
     row_seconds: float
-    """Rounds go on until this much time is spent."""
+    """Time after which no further round starts, per pass."""
     workers: int
-    """Processes that compile and check kernels in parallel; 0 for none."""
+    """Processes that compile and check kernels in parallel; 0 to do so in this process."""
 
     def selected(self, only: Iterable[str]) -> "Plan":
-        """The plan with the cases whose name matches one of the patterns; all if there is none."""
+        """The plan reduced to cases whose name matches a pattern; all cases without patterns."""
         patterns = [pattern if "*" in pattern else f"*{pattern}*" for pattern in only]
         if not patterns:
             return self
@@ -124,25 +126,28 @@ class Plan:
         ]
         if not kept:
             names = "; ".join(case.name for case in self.cases[:3])
-            raise UserError(f"only is {', '.join(only)}, which matches no case, such as {names}")
+            raise UserError(f"only must match a case, such as {names}; got {', '.join(only)}")
         return replace(self, cases=tuple(kept))
 
 
 def plan(device: str, dtypes: tuple[str, ...] = (), quick: bool = False) -> Plan:
-    """The cases for a device, "cpu" or "cuda"; `quick` ones take seconds and say nothing."""
+    """The plan for a device, "cpu" or "cuda".
+
+    With `quick` the cases are tiny: they test the benchmark and measure nothing.
+    """
     cuda = device == "cuda"
     dtypes = dtypes or (("bfloat16",) if cuda else ("float32", "bfloat16"))
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if quick:
-        small = Plan((), matmul=64, rounds=3, row_seconds=0.0, workers=0)
-        return replace(small, cases=tuple(_quick(device, dtypes[0])))
+        empty = Plan((), matmul=64, rounds=3, row_seconds=0.0, workers=0)
+        return replace(empty, cases=tuple(_quick(device, dtypes[0])))
     cases = _gpu if cuda else _cpu
-    every = tuple(case for dtype in dtypes for case in cases(dtype))
+    all_cases = tuple(case for dtype in dtypes for case in cases(dtype))
     if cuda:
-        return Plan(every, matmul=8192, rounds=10, row_seconds=0.5, workers=8)
-    return Plan(every, matmul=1024, rounds=10, row_seconds=1.0, workers=0)
+        return Plan(all_cases, matmul=8192, rounds=10, row_seconds=0.5, workers=8)
+    return Plan(all_cases, matmul=1024, rounds=10, row_seconds=1.0, workers=0)
 
 
 def _dense(device: str, dtype: str, batch: int, heads: int, n: int, width: int) -> list[Case]:
@@ -151,32 +156,32 @@ def _dense(device: str, dtype: str, batch: int, heads: int, n: int, width: int) 
 
 
 def _gpu(dtype: str) -> list[Case]:
-    """16,384 tokens of width 2048 a batch; decoding as in models with eight key heads."""
-    found = []
+    """16,384 tokens of width 2048 per batch; decoding as in models with eight key/value heads."""
+    gpu_cases = []
     for n in (1024, 4096, 16384):
         for width in (64, 128):
-            found += _dense("cuda", dtype, 16384 // n, 2048 // width, n, width)
+            gpu_cases += _dense("cuda", dtype, 16384 // n, 2048 // width, n, width)
     for batch, heads, kv_heads, n, width in (
         (64, 16, 16, 1024, 64),
         (1, 64, 8, 8192, 128),
         (1, 64, 8, 32768, 128),
         (8, 64, 8, 32768, 128),
     ):
-        found.append(Case("decode", "cuda", dtype, batch, heads, kv_heads, 1, n, width))
+        gpu_cases.append(Case("decode", "cuda", dtype, batch, heads, kv_heads, 1, n, width))
     for width in (64, 128):
         heads = 2048 // width
-        found.append(Case("features", "cuda", dtype, 4, heads, heads, 4096, 4096, width))
-    return found
+        gpu_cases.append(Case("features", "cuda", dtype, 4, heads, heads, 4096, 4096, width))
+    return gpu_cases
 
 
 def _cpu(dtype: str) -> list[Case]:
-    """8 heads of width 64; the short ones with the batch of a sentence model."""
-    found = []
+    """8 heads of width 64; short lengths with the batch size of a sentence model."""
+    cpu_cases = []
     for batch, n in ((32, 32), (32, 128), (32, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192)):
-        found.append(Case("decode", "cpu", dtype, batch, 8, 8, 1, n, 64))
-        found += _dense("cpu", dtype, batch, 8, n, 64)
-    # The longest last: they are what falls away when time is short.
-    return [Case("features", "cpu", dtype, 1, 8, 8, 1024, 1024, 64), *found]
+        cpu_cases.append(Case("decode", "cpu", dtype, batch, 8, 8, 1, n, 64))
+        cpu_cases += _dense("cpu", dtype, batch, 8, n, 64)
+    # The longest cases come last, because they are skipped when time runs out.
+    return [Case("features", "cpu", dtype, 1, 8, 8, 1024, 1024, 64), *cpu_cases]
 
 
 def _quick(device: str, dtype: str) -> list[Case]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reluformer.bench.cases import Case
-from reluformer.bench.contestants import Contestant, Options, Run
+from reluformer.bench.contestant import Contestant, Options, Run
 from reluformer.model.config import AttentionConfig
 from reluformer.ops.api import relu_attention
 from reluformer.ops.backends.cpu import op as cpu
@@ -57,7 +57,7 @@ def features(case: Case) -> dict[str, Contestant]:
         replace(
             _feature("dropout", case),
             run=_kernel(case, {"dropout_p": 0.1}),
-            without_chance=_kernel(case, {"dropout_p": _NEVER}),
+            deterministic_run=_kernel(case, {"dropout_p": _NEVER}),
         ),
         _packed("packed", case),
         _packed("packed and ragged, for the same work", case, cuts=_cuts(case)),

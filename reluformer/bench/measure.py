@@ -1,4 +1,4 @@
-"""The run: check everybody, then time who passed, pass by pass and case by case."""
+"""The run: check all implementations, then time those that passed, case by case."""
 
 import math
 import statistics
@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from reluformer.bench.cases import Case, Mode, Plan, plan
-from reluformer.bench.contestants import Contestant, contestants
+from reluformer.bench.contestant import Contestant
+from reluformer.bench.contestants import contestants
 from reluformer.bench.features import PLAIN
 from reluformer.bench.gate import check_all, cotangents
 from reluformer.bench.report import MATMUL, Report, Row
@@ -21,33 +23,48 @@ from reluformer.errors import UserError
 Progress = Callable[[int, int | None, str], None]
 Save = Callable[[Report], None]
 
-_MOST_COPIES = 16
+_MAX_INPUT_SETS = 16
+
+
+class Selection(NamedTuple):
+    """The cases that a user selects."""
+
+    device: str | None = None
+    """"cpu" or "cuda"; None for a GPU if there is one."""
+    dtypes: tuple[str, ...] = ()
+    """Names of dtypes; empty for the defaults of the device."""
+    only: tuple[str, ...] = ()
+    """Patterns of case names; empty for all cases."""
+    quick: bool = False
+    """Whether to run tiny cases that only test the benchmark."""
 
 
 def run(
+    selection: Selection,
     *,
-    device: str | None = None,
-    dtypes: tuple[str, ...] = (),
-    only: Sequence[str] = (),
-    quick: bool = False,
     threads: int | None = None,
     seconds: float,
     command: str = "",
     progress: Progress = lambda done, total, doing: None,
     save: Save = lambda report: None,
 ) -> Report:
-    """`measure` the cases for a device; by default a GPU if there is one."""
+    """Measure the selected cases; the other arguments are those of `measure`.
+
+    Raises:
+        UserError: If an argument is out of range or the device is missing.
+    """
     if not seconds > 0:
         raise UserError(f"seconds must be above 0, got {seconds:g}")
     if threads is not None:
         if threads < 1:
             raise UserError(f"threads must be at least 1, got {threads}")
         torch.set_num_threads(threads)
+    device = selection.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but torch finds no GPU here")
-    chosen = plan(device, dtypes, quick).selected(only)
+        raise UserError("device must be cpu, because torch finds no GPU; got cuda")
+    chosen = plan(device, selection.dtypes, selection.quick).selected(selection.only)
     return measure(chosen, seconds=seconds, command=command, progress=progress, save=save)
 
 
@@ -59,11 +76,19 @@ def measure(
     progress: Progress = lambda done, total, doing: None,
     save: Save = lambda report: None,
 ) -> Report:
-    """Run a plan within about so many seconds; `save` gets the report as it grows."""
+    """Run a plan.
+
+    Args:
+        chosen: Cases and settings of the timing.
+        seconds: Approximate time limit; cases beyond it are skipped.
+        command: Command line, for the report.
+        progress: Called with finished passes, all passes, and the current activity.
+        save: Called with the growing report.
+    """
     start = time.monotonic()
     report = Report.begin(command, chosen.cases)
     save(report)
-    # Without workers nothing is gained by checking all first, and time may run out before the end.
+    # Without workers, checking all cases first would gain nothing and might use up the time.
     batches = [chosen.cases] if chosen.workers else [(case,) for case in chosen.cases]
     total, done = sum(len(case.modes) for case in chosen.cases), 0
 
@@ -81,7 +106,7 @@ def measure(
         save(report)
         for case in batch:
             passed = {c.name for c in report.checks if c.case == case.name and c.passed}
-            entrants = [each for each in contestants(case).values() if each.name in passed]
+            entrants = [entrant for entrant in contestants(case).values() if entrant.name in passed]
             for mode in case.modes:
                 progress(done, total, f"{case.name}, {mode}")
                 report.rows += _timed(chosen, case, mode, entrants, left, report.skipped)
@@ -99,7 +124,7 @@ def _timed(
     left: Callable[[], float],
     skipped: dict[str, str],
 ) -> list[Row]:
-    """Rows of one pass; if it cannot be timed, none, and the reason in `skipped`."""
+    """Rows of one pass; if it cannot be timed, no rows and the reason in `skipped`."""
     label = f"{case.name}, {mode}"
     if left() <= 0:
         skipped[label] = "time was up"
@@ -111,7 +136,7 @@ def _timed(
     except OutOfTime as problem:
         skipped[label] = str(problem)
     except Exception as problem:
-        # One failure, such as no memory for the matrix product, must not cost the other passes.
+        # A failure, such as no memory for the matrix product, must not end the other passes.
         skipped[label] = in_short(problem)
     if case.device == "cuda":
         torch.cuda.empty_cache()
@@ -120,7 +145,7 @@ def _timed(
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass of one case, by everybody who may take part."""
+    """One pass of one case by all implementations that passed the check."""
 
     plan: Plan
     case: Case
@@ -128,15 +153,15 @@ class _Pass:
     entrants: Sequence[Contestant]
 
     def rows(self, left: float) -> tuple[list[Row], dict[str, str]]:
-        """Rows, and who failed or was too slow for one."""
+        """Rows, and the reason for each implementation that failed or was too slow."""
         clock = Clock(self.case.device)
         calls: dict[str, Call] = {}
         failed: dict[str, str] = {}
-        for each in self.entrants:
+        for entrant in self.entrants:
             try:
-                calls[each.name] = self._call(each, clock)
+                calls[entrant.name] = self._call(entrant, clock)
             except Exception as problem:
-                failed[each.name] = in_short(problem)
+                failed[entrant.name] = in_short(problem)
         size, dtype = self.plan.matmul, getattr(torch, self.case.dtype)
         a, b = (torch.randn(size, size, device=self.case.device).to(dtype) for _ in range(2))
         calls[MATMUL] = lambda: a @ b
@@ -156,15 +181,15 @@ class _Pass:
 
     def _call(self, contestant: Contestant, clock: Clock) -> Call:
         case, run = contestant.case, contestant.run
-        sets = [case.inputs(seed) for seed in range(_copies(case, clock.cache_size()))]
+        sets = [case.inputs(seed) for seed in range(_input_sets(case, clock.cache_size()))]
         for q, k, v, _ in sets:
             for leaf in (q, k, v):
                 leaf.requires_grad_(self.mode in ("backward", "both"))
         if self.mode == "backward":
             *leaves, grad = sets[0]
             outputs = run(*leaves)
-            arriving = cotangents(grad, outputs)
-            return lambda: torch.autograd.grad(outputs, leaves, arriving, retain_graph=True)
+            grads = cotangents(grad, outputs)
+            return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
         turns = cycle(sets)
 
         def forward() -> None:
@@ -179,9 +204,9 @@ class _Pass:
         return both if self.mode == "both" else forward
 
 
-def _copies(case: Case, cache: int) -> int:
-    """Input sets that take turns, so that keys and values come from memory, not from the cache."""
-    return max(1, min(_MOST_COPIES, math.ceil(2 * cache / case.cache_bytes)))
+def _input_sets(case: Case, cache: int) -> int:
+    """Number of input sets that take turns, so that k and v are read from memory."""
+    return max(1, min(_MAX_INPUT_SETS, math.ceil(2 * cache / case.cache_bytes)))
 
 
 def summarise(
@@ -195,28 +220,36 @@ def summarise(
     peaks: dict[str, float],
     work: dict[str, float] | None = None,
 ) -> list[Row]:
-    """Rows from the times of one pass, in milliseconds, by name; `kinds` leaves the matmul out.
+    """Rows of one pass.
 
-    `work` are shares of the case's work, for those who do less than all of it.
+    Args:
+        case: The case.
+        mode: The pass.
+        kinds: Attention of each implementation, by name, without the matrix product.
+        times: Milliseconds of all rounds, by name, with the matrix product.
+        matmul_flops: FLOPs of the matrix product.
+        host: Host microseconds by name.
+        peaks: Peak MiB by name.
+        work: FLOPs as a share of the case's, by name; 1 where missing.
     """
-    median = {name: statistics.median(found) for name, found in times.items()}
+    median = {name: statistics.median(rounds) for name, rounds in times.items()}
     softmax = [name for name, kind in kinds.items() if kind == "softmax"]
     best = min(softmax, key=median.__getitem__, default=None)
     flops = case.flops(mode)
 
-    def figures(name: str, found: list[float]) -> dict[str, float]:
+    def figures(name: str, rounds: list[float]) -> dict[str, float]:
         if name == MATMUL:
             return {"tflops": matmul_flops / median[name] / 1e9}
         if case.group == "features":
             share = (work or {}).get(name, 1.0)
-            return {"relative": ratio(times[PLAIN], found) / share} if PLAIN in times else {}
-        of_matmul = ratio(found, times[MATMUL]) * flops / matmul_flops
-        made = {"tflops": flops / median[name] / 1e9, "of_matmul": of_matmul}
+            return {"relative": ratio(times[PLAIN], rounds) / share} if PLAIN in times else {}
+        of_matmul = ratio(rounds, times[MATMUL]) * flops / matmul_flops
+        rates = {"tflops": flops / median[name] / 1e9, "of_matmul": of_matmul}
         if best is not None:
-            made["x_softmax"] = ratio(found, times[best])
+            rates["x_softmax"] = ratio(rounds, times[best])
         if mode == "decode":
-            made["gbytes"] = case.cache_bytes / median[name] / 1e6
-        return made
+            rates["gbytes"] = case.cache_bytes / median[name] / 1e6
+        return rates
 
     return [
         Row(
@@ -225,12 +258,12 @@ def summarise(
             name,
             kinds.get(name, MATMUL),
             ms=median[name],
-            low=min(found),
-            high=max(found),
-            pairs=len(found),
+            low=min(rounds),
+            high=max(rounds),
+            pairs=len(rounds),
             host_us=host.get(name),
             peak_mib=peaks.get(name),
-            **figures(name, found),
+            **figures(name, rounds),
         )
-        for name, found in times.items()
+        for name, rounds in times.items()
     ]

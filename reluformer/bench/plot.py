@@ -1,4 +1,4 @@
-"""A picture of a run: rates of the dense cases over their length."""
+"""Figure of a run: rates of the dense cases over their length."""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +12,7 @@ from reluformer.files import atomic_path
 FORMATS = (".svg", ".png", ".pdf")
 _MODES: dict[Mode, str] = {"forward": "forward", "both": "forward and backward"}
 
-# Ours stand out; peers are told apart; eager implementations stay in the background.
+# ReLU kernels stand out, softmax kernels are distinguishable, eager attention is dotted.
 _STYLES: dict[str, dict[str, Any]] = {
     "relu triton": {"color": "#c1121f", "linewidth": 2.4, "marker": "o"},
     "relu cpu": {"color": "#c1121f", "linewidth": 2.4, "marker": "o"},
@@ -33,7 +33,7 @@ Panel = tuple[str, int, bool]
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, before anything is measured, what could not be drawn after it."""
+    """Raise UserError before the measurement if the figure could not be written after it."""
     if path.suffix not in FORMATS:
         raise UserError(f"plot must end in {', '.join(FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -44,7 +44,11 @@ def check_plot(path: Path) -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw the dense cases: a column for each dtype, width and mask, a row for each pass."""
+    """Draw the dense cases, with a column for each dtype, width and mask, and a row for each pass.
+
+    Raises:
+        UserError: If `path` has an unknown suffix, matplotlib is missing, or no case was timed.
+    """
     check_plot(path)
     import matplotlib
 
@@ -81,11 +85,11 @@ def plot(report: Report, path: Path) -> None:
 def panels_of(report: Report) -> dict[Panel, list[Case]]:
     """Dense cases that have rows, by (dtype, width, causal), shortest first."""
     timed = {row.case for row in report.rows}
-    found: dict[Panel, list[Case]] = {}
+    panels: dict[Panel, list[Case]] = {}
     for case in sorted(report.cases, key=lambda case: case.keys):
         if case.group == "dense" and case.name in timed:
-            found.setdefault((case.dtype, case.width, case.causal), []).append(case)
-    return dict(sorted(found.items()))
+            panels.setdefault((case.dtype, case.width, case.causal), []).append(case)
+    return dict(sorted(panels.items()))
 
 
 def _draw(axis: Any, report: Report, cases: list[Case], mode: Mode) -> None:
@@ -107,20 +111,20 @@ def _draw(axis: Any, report: Report, cases: list[Case], mode: Mode) -> None:
 
 
 def _legend(figure: Any, axes: Any, report: Report) -> None:
-    """One legend for all panels, ours first, and what was refused, below them."""
-    found: dict[str, Any] = {}
+    """One legend below all panels, with the implementations that the check refused."""
+    entries: dict[str, Any] = {}
     for axis in axes.flat:
         handles, names = axis.get_legend_handles_labels()
-        found |= dict(zip(names, handles, strict=True))
+        entries |= dict(zip(names, handles, strict=True))
     known = list(_STYLES)
-    order = sorted(found, key=lambda name: known.index(name) if name in known else len(known))
+    order = sorted(entries, key=lambda name: known.index(name) if name in known else len(known))
     refused = sorted({check.name for check in report.checks if check.refused is not None})
     title = f"refused for their error: {', '.join(refused)}" if refused else None
     columns = min(len(order), max(2, 3 * axes.shape[1] // 2))
     lines = -(-len(order) // columns) + (title is not None)
     figure.tight_layout(rect=(0, 0.02 + 0.03 * lines, 1, 1))
     figure.legend(
-        [found[name] for name in order],
+        [entries[name] for name in order],
         order,
         loc="lower center",
         ncols=columns,

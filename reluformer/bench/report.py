@@ -1,4 +1,4 @@
-"""What a run found: rows, checks and circumstances, as JSON and as a Markdown table."""
+"""Results of a run: rows, checks and environment, as JSON and as Markdown tables."""
 
 import datetime
 import json
@@ -20,7 +20,7 @@ MATMUL = "matmul"
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant, or the matrix product, in one pass of one case; only who passed the gate."""
+    """Times of one implementation, or of the matrix product, in one pass of one case."""
 
     case: str
     mode: Mode
@@ -31,24 +31,24 @@ class Row:
     low: float
     high: float
     pairs: int
-    """Rounds, so pairs behind each ratio."""
+    """Number of rounds, and so of pairs behind each ratio."""
     tflops: float | None = None
     x_softmax: float | None = None
-    """How many times as fast as the best softmax kernel: the median of the ratios in a round."""
+    """Speed relative to the best softmax kernel: the median of the ratios within a round."""
     of_matmul: float | None = None
-    """TFLOP/s as a share of the matrix product's, likewise."""
+    """TFLOP/s as a share of the matrix product's, median of the rounds."""
     relative: float | None = None
-    """Time as a multiple of the plain call's, likewise, for features; of ragged sequences, divided
-    by their share of its work."""
+    """For features: time as a multiple of the plain call's, per unit of work."""
     gbytes: float | None = None
-    """Gigabytes of keys and values read a second, for decoding."""
+    """For decoding: gigabytes of keys and values read per second."""
     host_us: float | None = None
+    """Microseconds until the call returns on the host."""
     peak_mib: float | None = None
 
 
 @dataclass
 class Report:
-    """A whole run."""
+    """Results of a run."""
 
     command: str
     date: str
@@ -58,57 +58,57 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Why a case was not timed, or not in full."""
+    """Reason for each case or implementation that was not timed."""
     seconds: float = 0.0
 
     @classmethod
     def begin(cls, command: str, cases: Iterable[Case]) -> "Report":
-        """A report without results, of this machine and moment."""
+        """A report without results, with the environment and the date."""
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         environment = {**info(), "cudnn": cudnn}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(command, now, commit(), environment, list(cases))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, rows without their empty fields."""
-        found = asdict(self)
+        """Plain values for JSON, without empty fields of rows."""
+        data = asdict(self)
         for part in ("rows", "checks"):
-            found[part] = [
-                {name: value for name, value in each.items() if value is not None}
-                for each in found[part]
+            data[part] = [
+                {name: value for name, value in row.items() if value is not None}
+                for row in data[part]
             ]
-        for check in found["checks"]:
+        for check in data["checks"]:
             # JSON has no NaN.
             check["errors"] = {
                 name: value if math.isfinite(value) else str(value)
                 for name, value in check["errors"].items()
             }
-        return found
+        return data
 
     @classmethod
     def load(cls, path: Path) -> "Report":
-        """Read what `to_dict` gave."""
+        """Load a report that was saved as JSON."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"))
             parts = {"cases": Case, "checks": Check, "rows": Row}
             for name, kind in parts.items():
-                found[name] = [kind(**each) for each in found[name]]
-            report = cls(**found)
+                data[name] = [kind(**fields) for fields in data[name]]
+            report = cls(**data)
             for check in report.checks:
-                check.errors.update({name: float(each) for name, each in check.errors.items()})
+                check.errors.update({name: float(error) for name, error in check.errors.items()})
             return report
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise UserError(f"{path} is no report of `reluformer bench`: {problem}") from None
+            raise UserError(f"{path} is not a report of `reluformer bench`: {problem}") from None
 
     def find(self, case: str, name: str, mode: str) -> Row | None:
-        """The row of a contestant, or None."""
+        """The row of an implementation, or None."""
         wanted = (case, name, mode)
         return next((r for r in self.rows if (r.case, r.name, r.mode) == wanted), None)
 
 
 def table(report: Report) -> str:
-    """Everything for people, in Markdown: a table for each case, then who was not timed and why."""
-    lines = _circumstances(report)
+    """Markdown: a table for each case, then the implementations that were not timed."""
+    lines = _environment(report)
     for case in report.cases:
         checks = [each for each in report.checks if each.case == case.name]
         timed = any(row.case == case.name for row in report.rows)
@@ -118,20 +118,21 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _circumstances(report: Report) -> list[str]:
-    found = report.environment
-    packages = found.get("packages", {})
+def _environment(report: Report) -> list[str]:
+    environment = report.environment
+    packages = environment.get("packages", {})
     versions = ", ".join(
         f"{name} {packages[name]}" for name in ("torch", "triton") if packages.get(name)
     )
-    place = ", ".join(found.get("devices", []))
+    devices = ", ".join(environment.get("devices", []))
     lines = [
         f"{report.command} on {report.date}, commit {report.commit or 'unknown'}",
-        f"{place}; {versions}, cuDNN {found.get('cudnn')}, {found.get('threads')} threads",
+        f"{devices}; {versions}, cuDNN {environment.get('cudnn')}, "
+        f"{environment.get('threads')} threads",
     ]
     if any(case.device == "cpu" for case in report.cases):
-        # Older reports were of the only ones there were.
-        lines.append(f"kernels of impl=cpu: {found.get('cpu kernels', 'torch')}")
+        # Reports without the field were made before compiled kernels existed.
+        lines.append(f"kernels of impl=cpu: {environment.get('cpu kernels', 'torch')}")
     return lines
 
 
@@ -144,12 +145,12 @@ def _legend(case: Case) -> str:
 
 
 def _unit(case: Case) -> tuple[str, float]:
-    """Name of the rate, and what a TFLOP/s is in it."""
+    """Unit of the rate and its value for 1 TFLOP/s."""
     return ("TFLOP/s", 1.0) if case.device == "cuda" else ("GFLOP/s", 1e3)
 
 
 def _case_table(report: Report, case: Case, checks: list[Check]) -> list[str]:
-    # Memory is that of a whole step where there is one.
+    # Peak memory of the last pass, which is a whole training step for dense cases.
     heaviest = case.modes[-1]
     rows = [["", *case.modes, "peak MiB", "error"]]
     for check in checks:
@@ -157,10 +158,10 @@ def _case_table(report: Report, case: Case, checks: list[Check]) -> list[str]:
             empty = [""] * len(case.modes)
             rows.append([check.name, f"refused: {check.refused}", *empty, ""])
         elif check.passed:
-            found = [report.find(case.name, check.name, mode) for mode in case.modes]
+            timed = [report.find(case.name, check.name, mode) for mode in case.modes]
             last = report.find(case.name, check.name, heaviest)
             peak = "" if last is None or last.peak_mib is None else f"{last.peak_mib:,.1f}"
-            cells = ["" if row is None else _cell(case, row) for row in found]
+            cells = ["" if row is None else _cell(case, row) for row in timed]
             rows.append([check.name, *cells, peak, f"{check.errors['out']:.1e}"])
     products = [report.find(case.name, MATMUL, mode) for mode in case.modes]
     if case.group == "dense" and any(products):
@@ -184,11 +185,11 @@ def _rate(case: Case, row: Row) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> list[str]:
-    """Lines of a table; a refusal, in the second column, is wider than its numbers may be."""
+    """Lines of a table; a refusal in the second column may exceed the width of its column."""
     refused = "refused: "
     widths = [
-        max(len(row[at]) for row in rows if not row[at].startswith(refused))
-        for at in range(len(rows[0]))
+        max(len(row[column]) for row in rows if not row[column].startswith(refused))
+        for column in range(len(rows[0]))
     ]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -198,7 +199,7 @@ def _markdown(rows: list[list[str]]) -> list[str]:
 
 
 def _reasons(report: Report) -> list[str]:
-    """Absent contestants by reason, and cases that were cut short."""
+    """Implementations that could not run, by reason, and cases that were skipped."""
     absent: dict[tuple[str, str], int] = {}
     for check in report.checks:
         if check.absent is not None:

@@ -1,4 +1,4 @@
-"""Time and memory of calls: interleaved rounds, so that ratios compare like with like."""
+"""Time and peak memory of calls, measured in interleaved rounds so that ratios are paired."""
 
 import math
 import os
@@ -8,39 +8,42 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], Any]
 Times = dict[str, list[float]]
 
 # Short calls are repeated until a measurement takes about two milliseconds.
-_LONG_ENOUGH_MS, _MOST_REPEATS = 2.0, 20
+_MIN_MS, _MAX_REPEATS = 2.0, 20
 
-# Who is so many times as slow as the fastest, and would take so many seconds, is left out.
-_FAR_BEHIND, _PATIENCE = 10.0, 5.0
+# A call is left out if it is this many times as slow as the fastest one and its rounds would take
+# longer than this many seconds.
+_MAX_SLOWDOWN, _MAX_SECONDS = 10.0, 5.0
 
 
 class OutOfTime(Exception):
-    """The least number of rounds would take longer than there is time."""
+    """The minimum number of rounds would take longer than the remaining time."""
 
 
 def in_short(problem: Exception) -> str:
-    """Kind and first line of a problem."""
+    """Class and first line of an exception."""
     return f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
 
 
 class Clock:
-    """Times calls on a device; on a GPU the queue is filled behind a pause, so launches are free.
+    """Times calls on a device.
 
-    Nothing is flushed between calls: inputs are meant to be larger than the cache, or to take
-    turns (see `cache_size`).
+    On a GPU, a pause kernel holds the stream while calls are queued, so that launch time is not
+    measured. Caches are not flushed between calls: inputs must be larger than the cache, or
+    several input sets must take turns (see `cache_size`).
     """
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
         self.host: dict[str, float] = {}
-        """Microseconds until a call returns, of the last `rounds`; on a GPU only."""
+        """Host microseconds of each call in the last `rounds`; empty on a CPU."""
         self.left_out: dict[str, str] = {}
-        """Who failed or was too slow to take part in the last `rounds`, and why."""
+        """Reason for each call that failed or was too slow in the last `rounds`."""
 
     def once(self, call: Call, repeat: int, pause_us: float) -> float:
         """Milliseconds per call."""
@@ -66,17 +69,28 @@ class Clock:
         left: float = math.inf,
         yardstick: str | None = None,
     ) -> Times:
-        """Milliseconds of every call, by name, in interleaved rounds; the order turns by one each.
+        """Time all calls in interleaved rounds, whose order rotates by one call.
 
-        At least `least` rounds, then more until `seconds` are spent. Raises OutOfTime before the
-        first if the least would take more than the seconds `left`. Who is far slower than the
-        fastest, or fails before the first round, is left out; not the yardstick.
+        Calls that fail, or that are far slower than the fastest, are left out.
+
+        Args:
+            calls: Functions by name.
+            least: Minimum number of rounds.
+            seconds: Further rounds start until this much time has passed.
+            left: Remaining seconds of the whole run.
+            yardstick: Name of a call that is never left out and whose errors are raised.
+
+        Returns:
+            Milliseconds of each round, by name.
+
+        Raises:
+            OutOfTime: If `least` rounds would take longer than `left`.
         """
         single, failed = self._single(calls, yardstick)
         self.left_out = failed | _too_slow(single, least, yardstick)
         names = [name for name in calls if name not in self.left_out]
         repeats = {
-            name: max(1, min(_MOST_REPEATS, math.ceil(_LONG_ENOUGH_MS / max(single[name], 1e-3))))
+            name: max(1, min(_MAX_REPEATS, math.ceil(_MIN_MS / max(single[name], 1e-3))))
             for name in names
         }
         cost = sum(single[name] * repeats[name] for name in names) / 1e3
@@ -85,19 +99,19 @@ class Clock:
         self.host = {name: self._host(calls[name]) for name in names} if self.cuda else {}
         times: Times = {name: [] for name in names}
         end = time.perf_counter() + seconds
-        at = 0
-        while at < least or time.perf_counter() + cost < end:
-            turn = at % len(names)
+        count = 0
+        while count < least or time.perf_counter() + cost < end:
+            turn = count % len(names)
             for name in names[turn:] + names[:turn]:
                 pause = 200.0 + 1.5 * repeats[name] * self.host.get(name, 0.0)
                 times[name].append(self.once(calls[name], repeats[name], pause))
-            at += 1
+            count += 1
         return times
 
     def _single(
         self, calls: Mapping[str, Call], yardstick: str | None
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Milliseconds of a second call of each, and why others than the yardstick failed."""
+        """Milliseconds of the second call of each function, and the errors of those that failed."""
         single, failed = {}, {}
         for name, call in calls.items():
             try:
@@ -110,7 +124,7 @@ class Clock:
         return single, failed
 
     def peak(self, call: Call) -> float:
-        """MiB that a call allocates at most, beyond what was there before."""
+        """Peak MiB that a call allocates on top of the memory in use before it."""
         if not self.cuda:
             return _cpu_peak(call) / 2**20
         torch.cuda.synchronize()
@@ -121,29 +135,29 @@ class Clock:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def cache_size(self) -> int:
-        """Bytes that inputs must exceed so as not to be read from the cache; 0 if unknown."""
+        """Bytes of the L2 cache, which inputs must exceed to be read from memory; 0 on a CPU."""
         return int(torch.cuda.get_device_properties(0).L2_cache_size) if self.cuda else 0
 
     def _host(self, call: Call) -> float:
-        """Median microseconds of ten calls behind a pause."""
+        """Median host microseconds of ten calls that queue behind a pause."""
         torch.cuda.synchronize()
         _pause(20_000.0)
-        found = []
+        samples = []
         for _ in range(10):
             start = time.perf_counter()
             call()
-            found.append((time.perf_counter() - start) * 1e6)
+            samples.append((time.perf_counter() - start) * 1e6)
         torch.cuda.synchronize()
-        return statistics.median(found)
+        return statistics.median(samples)
 
 
 def _too_slow(single: dict[str, float], least: int, yardstick: str | None) -> dict[str, str]:
-    """Reasons, by name, from the milliseconds of single calls."""
+    """Reason for each call that is too slow, from the milliseconds of single calls."""
     fastest = min((ms for name, ms in single.items() if name != yardstick), default=math.inf)
     return {
         name: f"{ms / fastest:.0f} times as slow as the fastest, about {ms:,.0f} ms a call"
         for name, ms in single.items()
-        if ms > _FAR_BEHIND * fastest and least * ms / 1e3 > _PATIENCE
+        if ms > _MAX_SLOWDOWN * fastest and least * ms / 1e3 > _MAX_SECONDS
     }
 
 
@@ -152,7 +166,7 @@ def _event() -> Any:
 
 
 def _pause(microseconds: float) -> None:
-    """Keep the GPU busy with nothing, for about so long, while the host goes on."""
+    """Keep the GPU busy for about this long while the host continues."""
     torch.cuda._sleep(int(2000 * microseconds))  # type: ignore[no-untyped-call]
 
 
@@ -162,10 +176,8 @@ def ratio(mine: list[float], other: list[float]) -> float:
 
 
 def _cpu_peak(call: Call) -> int:
-    """Bytes, from the profiler's record of every allocation."""
-    from torch.profiler import ProfilerActivity, profile
-
-    # The profiler's library otherwise announces each start and stop on standard error.
+    """Peak bytes, from the profiler's record of all allocations."""
+    # Without this the profiler logs each start and stop to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()

@@ -48,7 +48,7 @@ def bench(
 
     An implementation is timed only if its result at the timed shape agrees with float64.
     """
-    from reluformer.bench.measure import run
+    from reluformer.bench.measure import Selection, run
     from reluformer.bench.plot import check_plot
     from reluformer.bench.plot import plot as draw
     from reluformer.bench.report import Report, table
@@ -66,10 +66,7 @@ def bench(
     else:
         with progress("passes") as bar:
             report = run(
-                device=device,
-                dtypes=tuple(dtype or ()),
-                only=only or (),
-                quick=quick,
+                Selection(device, tuple(dtype or ()), tuple(only or ()), quick),
                 threads=threads,
                 seconds=seconds,
                 command=shlex.join(["reluformer", *sys.argv[1:]]),

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which other tests switch on, would turn quick runs into long ones."""
+"""Switches off Triton's interpreter, which would make benchmark runs slow."""
 
 import pytest
 

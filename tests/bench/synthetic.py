@@ -1,4 +1,4 @@
-"""A report with invented numbers, for what is made of reports."""
+"""A report with invented numbers, for tests of tables and figures."""
 
 import math
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from reluformer.bench import measure as measuring
 from reluformer.bench.cases import MODES, Case, plan
-from reluformer.bench.contestants import Contestant, contestants
+from reluformer.bench.contestant import Contestant
+from reluformer.bench.contestants import contestants
 from reluformer.bench.measure import measure
 from reluformer.bench.report import table
 from reluformer.cli import app
@@ -24,7 +25,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_quick_run_with_json_table_and_picture(tmp_path: Path) -> None:
+def test_a_quick_run_writes_json_a_table_and_a_figure(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "found.json", tmp_path / "found.svg"
     done = run(*ONLY, "--out", out, "--plot", picture)
@@ -57,7 +58,7 @@ def wrong(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return (1.01 * relu_attention(q, k, v, impl="reference"),)
 
 
-def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def joined(case: Case) -> dict[str, Contestant]:
         found = contestants(case)
         kept = {name: found[name] for name in ("relu cpu", "SDPA-flash")}
@@ -71,7 +72,7 @@ def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["name"] for row in found["rows"]} == {"relu cpu", "SDPA-flash", "matmul"}
 
 
-def test_without_time_nothing_is_dropped_silently() -> None:
+def test_without_time_every_case_is_reported_as_skipped() -> None:
     report = measure(plan("cpu", quick=True), seconds=1e-9)
     assert not report.rows
     assert set(report.skipped.values()) == {"time was up"}
@@ -94,7 +95,7 @@ class Once(torch.autograd.Function):
         return grad
 
 
-def test_who_fails_in_a_pass_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_one_pass_leaves_the_others_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def joined(case: Case) -> dict[str, Contestant]:
         sdpa = contestants(case)["SDPA-flash"].run
         graphs = iter([None])
@@ -103,7 +104,7 @@ def test_who_fails_in_a_pass_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) 
             return (Once.apply(sdpa(q, k, v)[0]),)
 
         def no_graph(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            # The gate gets the only one.
+            # Only the comparison with float64 gets a graph.
             if torch.is_grad_enabled() and next(graphs, 0) == 0:
                 raise MemoryError("no room for a graph")
             return sdpa(q, k, v)
@@ -112,9 +113,9 @@ def test_who_fails_in_a_pass_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) 
         return {name: Contestant(name, "softmax", each, case) for name, each in runs.items()}
 
     chosen = plan("cpu", quick=True).selected(["full, n 128"])
-    everybody = joined(chosen.cases[0])
+    entrants = joined(chosen.cases[0])
     for place in ("gate", "measure"):
-        monkeypatch.setattr(f"reluformer.bench.{place}.contestants", lambda case: everybody)
+        monkeypatch.setattr(f"reluformer.bench.{place}.contestants", lambda case: entrants)
     report = measure(chosen, seconds=60)
     timed = {mode: {r.name for r in report.rows if r.mode == mode} for mode in MODES["dense"]}
     assert timed == {
@@ -131,7 +132,7 @@ def test_who_fails_in_a_pass_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) 
     assert "backward, once: RuntimeError: the graph is gone" in table(report).split("Not timed")[1]
 
 
-def test_a_failure_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_summary_skips_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     summarise = measuring.summarise
 
     def fail(case: Case, mode: str, *arguments: object, **options: object) -> object:
@@ -149,7 +150,7 @@ MISTAKES = [
     (("--seconds", "0"), "seconds must be above 0, got 0"),
     (("--threads", "0"), "threads must be at least 1, got 0"),
     (("--dtype", "int8"), "dtype must be one of"),
-    (("--only", "nonsense"), "matches no case"),
+    (("--only", "nonsense"), "only must match a case"),
     (("--plot", "x.gif"), "plot must end in"),
     (("--out", "/dev/null/x.json"), "/dev/null/x.json cannot be used"),
     (("--from", "none.json"), "none.json cannot be used"),

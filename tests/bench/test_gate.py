@@ -1,4 +1,4 @@
-"""The gate: right kernels pass, wrong ones and those that cannot run get no speed."""
+"""Comparison with float64: correct kernels pass, wrong ones are refused, others are absent."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reluformer.bench import contestants as entrants
 from reluformer.bench import gate
 from reluformer.bench.cases import Case
-from reluformer.bench.contestants import (
-    Contestant,
-    contestants,
-    flex_log_of_relu,
-    flex_softmax,
-    keeping_graph,
-)
+from reluformer.bench.contestant import Contestant, Run
+from reluformer.bench.contestants import contestants
+from reluformer.bench.flex import flex_log_of_relu, flex_softmax, keep_graph
 from reluformer.ops import relu_attention
 
 CASE = Case("dense", "cpu", "float32", 2, 4, 2, 40, 40, 16, causal=True)
@@ -28,11 +23,11 @@ def relu(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return (relu_attention(q, k, v, causal=True, impl="reference"),)
 
 
-def verdict(run: entrants.Run, case: Case = CASE, kind: str = "relu") -> gate.Check:
+def verdict(run: Run, case: Case = CASE, kind: str = "relu") -> gate.Check:
     return gate.check(case, Contestant("injected", kind, run, case))
 
 
-def test_everybody_on_this_machine_passes_or_gives_a_reason() -> None:
+def test_every_implementation_passes_or_gives_a_reason() -> None:
     checks = {each.name: gate.check(CASE, each) for each in contestants(CASE).values()}
     for name in ("relu cpu", "relu reference", "softmax sdpa", "SDPA-flash", "entmax15 reference"):
         assert checks[name].passed, checks[name]
@@ -66,7 +61,7 @@ def not_a_number(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def cancels(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    # Right where weights are dense, wrong where they are sparse and values have a mean.
+    # Correct for dense weights, wrong for sparse weights and values with a mean.
     return (relu(q, k, v)[0] + 3e-6 * v.sum(dim=2, keepdim=True).repeat(1, 2, 1, 1),)
 
 
@@ -81,17 +76,17 @@ def cancels(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         (cancels, "error of hard out"),
     ],
 )
-def test_a_wrong_kernel_is_refused(run: entrants.Run, named: str) -> None:
+def test_a_wrong_kernel_is_refused(run: Run, named: str) -> None:
     found = verdict(run)
     assert not found.passed and found.refused is not None and named in found.refused
     assert found.errors
 
 
-def test_the_right_kernel_is_not() -> None:
+def test_a_correct_kernel_passes() -> None:
     assert verdict(relu).passed
 
 
-def test_what_cannot_run_is_absent_with_one_line() -> None:
+def test_a_kernel_that_raises_is_absent_with_one_line() -> None:
     def broken(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         raise RuntimeError("no such kernel\nwith details")
 
@@ -106,8 +101,10 @@ def test_decoding_is_checked_forward_only() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
-def test_the_formula_in_parts_is_the_formula(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "_CHUNK", chunk)
+def test_the_formula_in_chunks_equals_the_whole_formula(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_CHUNK_SCORES", chunk)
     window = replace(CASE, queries=9, keys=9)
     for options in ({}, {"window": 3}, {"key_lengths": torch.tensor([9, 4])}):
         given = [gate._corners(window, each) for each in window.inputs(0)]
@@ -126,9 +123,9 @@ def test_every_feature_matches_float64() -> None:
     case = Case("features", "cpu", "float32", 2, 8, 8, 24, 24, 16)
     checks = {each.name: gate.check(case, each) for each in contestants(case).values()}
     for name, check in checks.items():
-        # Some are for the Triton kernels alone.
-        alone = name.startswith("packed") or name == "row sums, one entropy in 8"
-        assert check.passed or alone, check
+        # These exist for the Triton kernels only.
+        triton_only = name.startswith("packed") or name == "row sums, one entropy in 8"
+        assert check.passed or triton_only, check
     assert set(checks["row sums and entropy"].errors) >= {"row sums", "w log w", "dq"}
 
 
@@ -142,7 +139,7 @@ def test_kernels_that_compile_are_checked_by_workers(monkeypatch: pytest.MonkeyP
     def joined(case: Case) -> dict[str, Contestant]:
         found = contestants(case)
         return {
-            name: replace(found[name], compiled=name != "SDPA-flash")
+            name: replace(found[name], is_compiled=name != "SDPA-flash")
             for name in ("relu cpu", "SDPA-flash", "FlexAttention")
         }
 
@@ -154,7 +151,7 @@ def test_kernels_that_compile_are_checked_by_workers(monkeypatch: pytest.MonkeyP
     assert found["FlexAttention"].absent is not None
 
 
-def test_a_fault_gets_a_second_chance_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_retried_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_processes", ThreadPoolExecutor)
     calls: list[str] = []
 
@@ -175,12 +172,12 @@ def test_a_fault_gets_a_second_chance_in_a_fresh_process(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_logarithm_trick_is_right_unless_its_offset_is_large(
+def test_the_log_of_relu_modification_is_refused_with_its_published_offset(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention import flex_attention
 
-    # Eagerly: compiling takes long, and on a CPU there is no backward.
+    # Run eagerly: compilation is slow, and there is no backward on a CPU.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     case = Case("decode", "cpu", "float32", 1, 2, 2, 128, 128, 16, causal)
     softmax = verdict(flex_softmax(causal, "cpu", 128), case, "softmax")
@@ -200,7 +197,7 @@ def test_a_compiled_backward_is_repeated_in_a_thread_of_its_own(keep: bool) -> N
         return (((q @ k).sin() @ v).exp() @ v,)
 
     compiled = torch.compile(products, backend="aot_eager")
-    run = keeping_graph(compiled) if keep else compiled
+    run = keep_graph(compiled) if keep else compiled
     leaves = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
 
     # The first backward is compiled as if it were the last, as the gate's is.
@@ -220,7 +217,7 @@ def test_a_compiled_backward_is_repeated_in_a_thread_of_its_own(keep: bool) -> N
                 thread.submit(backward).result()
 
 
-def test_only_slopes_of_a_relu_may_jump() -> None:
+def test_only_relu_gradients_of_q_and_k_have_the_tolerance_for_slope_jumps() -> None:
     def refusal(kind: str, name: str, error: float) -> str | None:
         return gate._verdict(Contestant("injected", kind, relu, CASE), {name: error})
 

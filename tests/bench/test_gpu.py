@@ -1,4 +1,4 @@
-"""The benchmark on a device: who must take part there does. `pytest -m gpu`."""
+"""The benchmark on a GPU, with the implementations that must run there. `pytest -m gpu`."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from reluformer.bench.cases import Case, Plan
 from reluformer.bench.contestants import contestants
 from reluformer.bench.gate import check, check_all
-from reluformer.bench.measure import measure, run
+from reluformer.bench.measure import Selection, measure, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def test_quick_run() -> None:
-    report = run(quick=True, device="cuda", seconds=120)
+    report = run(Selection(device="cuda", quick=True), seconds=120)
     assert not report.skipped
     timed = {(row.mode, row.name) for row in report.rows}
     for mode in ("forward", "backward", "both", "decode"):
@@ -26,7 +26,7 @@ def test_quick_run() -> None:
 
 
 @pytest.mark.slow
-def test_flex_attention_and_the_logarithm_trick() -> None:
+def test_flex_attention_is_timed_in_every_pass() -> None:
     case = Case("dense", "cuda", "bfloat16", 1, 2, 2, 4096, 4096, 64, causal=True)
     plan = Plan((case,), matmul=1024, rounds=3, row_seconds=0.0, workers=0)
     report = measure(plan, seconds=300)
@@ -36,7 +36,7 @@ def test_flex_attention_and_the_logarithm_trick() -> None:
 
 
 @pytest.mark.slow
-def test_workers_agree() -> None:
+def test_a_worker_process_returns_the_same_check() -> None:
     case = Case("dense", "cuda", "bfloat16", 1, 2, 2, 300, 300, 64, causal=True)
     there = {each.name: each for each in check_all([case], workers=2)}
     assert there["relu triton"] == check(case, contestants(case)["relu triton"])

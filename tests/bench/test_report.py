@@ -1,4 +1,4 @@
-"""Reports: to JSON and back, as a table, as a picture."""
+"""Reports: JSON round trip, table and figure."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from reluformer.files import write_json
 from tests.bench.synthetic import DECODE, report
 
 
-def test_json_there_and_back(tmp_path: Path) -> None:
+def test_a_report_survives_the_json_round_trip(tmp_path: Path) -> None:
     found = report()
     path = tmp_path / "report.json"
     write_json(path, found.to_dict())
@@ -32,7 +32,7 @@ def test_json_there_and_back(tmp_path: Path) -> None:
 def test_other_files_are_refused_in_one_sentence(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=r"other.json is no report of `reluformer bench`"):
+    with pytest.raises(UserError, match=r"other.json is not a report of `reluformer bench`"):
         Report.load(path)
 
 
@@ -50,14 +50,14 @@ def test_the_table_has_numbers_refusals_and_reasons() -> None:
     assert "1500.0, 1.75x, 22.4" in decode
 
 
-def test_a_refused_kernel_has_no_speed_anywhere() -> None:
+def test_a_refused_kernel_has_no_row() -> None:
     found = report()
     name = "FlexAttention, log of ReLU"
     assert not [row for row in found.rows if row.name == name]
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_a_picture(suffix: str, tmp_path: Path) -> None:
+def test_the_figure_is_reproducible_and_names_its_lines(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = report()
     assert [len(cases) for cases in panels_of(found).values()] == [2, 1]
@@ -74,7 +74,9 @@ def test_a_picture(suffix: str, tmp_path: Path) -> None:
         assert first.startswith(b"\x89PNG") and len(first) > 10_000
 
 
-def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_cannot_be_drawn_is_refused_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"plot must end in .svg, .png, .pdf, got .*x.gif"):
         plot(report(), tmp_path / "x.gif")
     empty = report()

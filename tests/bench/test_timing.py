@@ -1,4 +1,4 @@
-"""Rounds, ratios and memory; invented times where time itself is not the point."""
+"""Rounds, ratios and peak memory, with invented times where real ones are not needed."""
 
 import statistics
 
@@ -17,7 +17,7 @@ TIMES = st.lists(st.floats(0.01, 100), min_size=1, max_size=20)
 
 @given(TIMES, st.floats(0.1, 10))
 def test_a_ratio_is_the_median_of_pairs(times: list[float], factor: float) -> None:
-    # Drift that both feel, round by round, does not move the ratio.
+    # Drift that affects both calls of a round does not change the ratio.
     assert ratio(times, [factor * each for each in times]) == pytest.approx(factor)
 
 
@@ -27,26 +27,26 @@ def test_a_ratio_is_not_the_ratio_of_medians() -> None:
     assert statistics.median(other) / statistics.median(mine) != 1.5
 
 
-def test_rounds_are_interleaved_and_enough() -> None:
+def test_rounds_are_interleaved_and_reach_the_minimum() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
     clock = Clock("cpu")
     monotone = clock.rounds(calls, 10, 0.0)
     assert {name: len(found) for name, found in monotone.items()} == dict.fromkeys("abc", 10)
-    # Runs of one name: the warm-up of each, then three a round; the order turns, and where a round
-    # ends with the name that the next begins with, two runs are one.
+    # Consecutive calls of one name count once: the warm-up of each, then three per round. The order
+    # rotates, and a round may begin with the name that ended the previous one.
     runs = [name for at, name in enumerate(order) if at == 0 or order[at - 1] != name]
     assert runs[:9] == ["a", "b", "c", "a", "b", "c", "b", "c", "a"]
 
 
-def test_more_rounds_while_there_is_time_and_none_without() -> None:
+def test_rounds_continue_until_the_time_is_spent() -> None:
     calls = {"a": lambda: None}
     assert len(Clock("cpu").rounds(calls, 2, 0.05)["a"]) > 2
     with pytest.raises(OutOfTime, match="3 rounds take"):
         Clock("cpu").rounds(calls, 3, 0.0, left=-1.0)
 
 
-def test_who_is_far_too_slow_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_far_slower_than_the_fastest_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     durations = {"fast": 100.0, "slow": 900.0, "too slow": 1100.0}
     clock = Clock("cpu")
     monkeypatch.setattr(clock, "once", lambda call, repeat, pause: durations[call()])
@@ -58,12 +58,12 @@ def test_who_is_far_too_slow_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     durations["yardstick"] = 1.0
     calls["yardstick"] = lambda: "yardstick"
     assert set(clock.rounds(calls, 10, 0.0, yardstick="yardstick")) == {*times, "yardstick"}
-    # Slow, but quickly done: nobody minds.
+    # Slow relative to the fastest, but short in seconds: kept.
     durations |= {"fast": 1.0, "slow": 9.0, "too slow": 100.0}
     assert set(clock.rounds(calls, 10, 0.0)) == set(durations) and not clock.left_out
 
 
-def test_who_fails_is_left_out_but_not_the_yardstick() -> None:
+def test_a_failing_call_is_left_out_but_the_yardstick_raises() -> None:
     def fails() -> None:
         raise RuntimeError("no such kernel\nwith details")
 
@@ -118,7 +118,7 @@ def test_rows_without_softmax_have_no_ratio() -> None:
     assert rows[0].x_softmax is None and rows[0].of_matmul is not None
 
 
-def test_decoding_has_a_bandwidth_and_features_a_cost() -> None:
+def test_decode_rows_have_a_bandwidth_and_feature_rows_a_relative_cost() -> None:
     times = {"relu triton": [0.5], MATMUL: [1.0]}
     rows = summarise(
         DECODE, "decode", {"relu triton": "relu"}, times, matmul_flops=1.0, host={}, peaks={}
