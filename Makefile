@@ -1,7 +1,7 @@
 # make demo       set everything up and run the main example on the data in the repository
 # make quick      lint, types, import contracts and the fast tests: for daily work
-# make test       the whole suite except tests marked `slow`: before every merge
-# make test-all   every test, slow ones included, with line coverage: before a release
+# make test       lint, types, import contracts, printed numbers and the whole suite: before a merge
+# make test-all   the same with more generated examples and line coverage: before a release
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -39,15 +39,15 @@ lint: $(READY)
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 
 quick: $(KERNELS) lint
-	$(PYTEST) -m "not slow and not extended and not gpu"
+	$(PYTEST) -m "not slow and not release and not gpu"
 
 test: $(KERNELS) lint
 	$(BIN)/python tools/check_numbers.py
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not release and not gpu"
 
 test-all: $(KERNELS) lint
 	$(BIN)/python tools/check_numbers.py
-	$(PYTEST) --cov --cov-report=term --cov-fail-under=90
+	$(PYTEST) -m "not gpu" --hypothesis-profile=release --cov --cov-report=term --cov-fail-under=90
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

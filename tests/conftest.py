@@ -1,4 +1,4 @@
-"""What every test runs under: one seed, one thread, and memory that is never clean by luck."""
+"""Settings of every test: one seed, one thread, uninitialised memory filled with NaN."""
 
 import os
 from collections.abc import Iterator
@@ -7,30 +7,53 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Without a GPU the kernels run on Triton's interpreter, chosen before Triton is imported.
+# Without a GPU the kernels run in Triton's interpreter, which is chosen before Triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The suite runs in parallel: more threads per process would only contend. Examples are the same on
-# every run, so that a red test stays red until it is mended.
+# The suite runs in parallel, so more threads per process would compete for cores. Examples are the
+# same in every run, so that a failure stays until its cause is fixed.
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, max_examples=20, derandomize=True)
+settings.register_profile("release", deadline=None, max_examples=100, derandomize=True)
 settings.load_profile("suite")
+
+# Left out of `make quick`: tests that interpret kernels, train models or start processes.
+SLOW = (
+    "tests/benchmarks/test_runs.py",
+    "tests/benchmarks/test_training.py",
+    "tests/context_parallel/test_context_parallel.py",
+    "tests/model/test_learning.py",
+    "tests/ops/backends/cpu/native/test_library.py",
+    "tests/ops/backends/triton/",
+    "tests/test_cli.py::test_two_processes",
+    "tests/test_end_to_end.py",
+    "tests/train/test_alignment.py",
+    "tests/train/test_kill.py",
+    "tests/train/test_processes.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow folders and files."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Seeds torch before each test; a test that needs the number asks for it."""
+    """Seed torch before each test, and return the seed."""
     torch.manual_seed(0)
     return 0
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fills what `torch.empty` and its kin return with NaN (the largest value for integers).
+    """Fill memory from `torch.empty` and similar functions with NaN (integers: the largest value).
 
-    Fresh memory is often zero, so a kernel that forgets to write its output passes by luck. This is
-    torch's own switch, beneath Python: it also holds in C++, in compiled code and for `new_empty`.
+    Fresh memory is often zero, so a kernel that forgets to write its output could pass. The switch
+    is torch's own and also works in C++, in compiled code and for `new_empty`.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory

@@ -53,7 +53,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _missing(device: str) -> str | None:
     """What this machine lacks."""
     if not _has_triton():
@@ -62,6 +61,10 @@ def _missing(device: str) -> str | None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else f"the kernels need CUDA tensors, and q is on {device}"
     return _missing_on_gpu()
+
+
+# `torch.compiler.assume_constant_result` without its import of the compiler, which takes seconds.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
