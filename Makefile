@@ -2,6 +2,7 @@
 # make quick      lint, types, import contracts and the fast tests: for daily work
 # make test       lint, types, import contracts, printed numbers and the whole suite: before a merge
 # make test-all   the same with more generated examples and line coverage: before a release
+# make docs       build the documentation site into site/
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
