@@ -1,7 +1,7 @@
-"""Cutting text to the length a model was trained for: long lines into pieces, documents into spans.
+"""Segmentation of text to the trained length: long lines into pieces, documents into spans.
 
-Nothing is lost: the pieces of a line with the spaces between them are the line, and every sentence
-of a document is in exactly one span.
+No text is lost: the pieces of a line and the white space between them concatenate to the line, and
+every sentence of a document is in exactly one span.
 """
 
 import re
@@ -13,81 +13,94 @@ from typing import NamedTuple
 from reluformer.data.text import DOCUMENT
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""From texts to their tokens."""
+"""A function from texts to the token ids of each."""
 
-# Training examples fit on both sides, and a translation is often a little longer than its source.
-_ROOM_TO_GROW = 0.9
+# Share of the limit that a span may fill. Source and target of a training example both fit the
+# limit, and a translation is often a little longer than its source.
+_SOURCE_SHARE = 0.9
 
-# Where a long line may be cut, best first: after the end of a sentence or clause, then anywhere
-# between words.
+# Where a long line may be split, in order of preference: after a sentence, after a clause, between
+# words.
 _BORDERS = (re.compile(r"(?<=[.!?…。！？])\s+"), re.compile(r"(?<=[,;:])\s+"), re.compile(r"\s+"))
 
 
 class Piece(NamedTuple):
-    """A part of a line, and the white space between it and the next part."""
+    """A part of a line."""
 
     text: str
     space: str
+    """White space between this piece and the next."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Parts first, first + 1, ..., end - 1."""
+    """Consecutive pieces: first, first + 1, ..., end - 1."""
 
     first: int
     end: int
 
     def __len__(self) -> int:
-        """Number of parts."""
+        """Number of pieces."""
         return self.end - self.first
 
     def halves(self) -> "tuple[Span, Span]":
-        """Two spans that make up this one."""
+        """The two halves of this span."""
         middle = (self.first + self.end) // 2
         return Span(self.first, middle), Span(middle, self.end)
 
 
-class Layout:
-    """How lines become texts for a model, and its answers lines again.
+class SegmentedLines:
+    """Lines divided into spans for a model, and the translations put together again.
 
-    `parts` are the sentences and the pieces of long sentences in order, `owners` the lines they
-    belong to, `long` the lines that were cut. A span is what the model gets at once.
+    Attributes:
+        pieces: Sentences, and the pieces of long sentences, in order.
+        owners: Index of the line that each piece belongs to.
+        long: Indices of the lines that were split.
+        spans: Pieces that the model translates at once.
     """
 
     def __init__(
         self, lines: Sequence[str], limit: int, encode: Encode, *, together: bool, marks: bool
     ) -> None:
-        """Cut `lines` to at most `limit` tokens, several sentences of a document `together`.
+        """Divide lines into spans.
 
-        With `marks`, lines that are `<d>` separate documents and stay as they are. Blank lines
-        always do.
+        Args:
+            lines: Text without line ends.
+            limit: Most tokens of a span.
+            encode: Tokenizes texts.
+            together: Put several sentences of a document into one span.
+            marks: `<d>` lines separate documents and are kept. Blank lines always are.
         """
         stripped = [line.strip() for line in lines]
-        self.parts: list[Piece] = []
+        self.pieces: list[Piece] = []
         self.owners: list[int] = []
         self.long: list[int] = []
         self._lines = [line if marks and line == DOCUMENT else "" for line in stripped]
         texts = [i for i, line in enumerate(stripped) if line and not self._lines[i]]
         for index, ids in zip(texts, encode([stripped[i] for i in texts]), strict=True):
-            cut = [Piece(stripped[index], "")]
+            line_pieces = [Piece(stripped[index], "")]
             if len(ids) > limit:
-                cut = pieces(stripped[index], limit, encode)
-            self.long += [index] * (len(cut) > 1)
-            self.parts += cut
-            self.owners += [index] * len(cut)
-        self._ids = encode([part.text for part in self.parts])
-        self._found = [""] * len(self.parts)
-        self.spans = list(self._spans(int(_ROOM_TO_GROW * limit), together))
+                line_pieces = split_line(stripped[index], limit, encode)
+            self.long += [index] * (len(line_pieces) > 1)
+            self.pieces += line_pieces
+            self.owners += [index] * len(line_pieces)
+        self._ids = encode([piece.text for piece in self.pieces])
+        self._translations = [""] * len(self.pieces)
+        self.spans = list(self._spans(int(_SOURCE_SHARE * limit), together))
 
     def source(self, span: Span, separator: int) -> list[int]:
-        """Tokens of the sentences of a span with separators between them."""
+        """Token ids of a span, with `separator` between sentences."""
         ids = list(self._ids[span.first])
         for sentence in self._ids[span.first + 1 : span.end]:
             ids += [separator, *sentence]
         return ids
 
     def fits(self, span: Span, sentences: Sequence[str]) -> bool:
-        """Whether these can be the sentences of a span: as many, none empty, none repeated."""
+        """Whether `sentences` can be the translation of a span.
+
+        There must be one for each piece, none may be empty, and different pieces must have
+        different translations.
+        """
         different = {tuple(ids) for ids in self._ids[span.first : span.end]}
         return (
             len(sentences) == len(span)
@@ -96,62 +109,62 @@ class Layout:
         )
 
     def fill(self, span: Span, sentences: Sequence[str]) -> None:
-        """Put the translations of a span in their places."""
+        """Store the translations of a span's pieces."""
         assert len(sentences) == len(span)
-        self._found[span.first : span.end] = sentences
+        self._translations[span.first : span.end] = sentences
 
     def translations(self) -> list[str]:
-        """One line for each line; document marks as they were, blank lines empty."""
+        """Translated lines; `<d>` lines are kept, blank lines are empty."""
         lines = list(self._lines)
-        for part, owner, text in zip(self.parts, self.owners, self._found, strict=True):
-            lines[owner] += text + part.space
+        for piece, owner, text in zip(self.pieces, self.owners, self._translations, strict=True):
+            lines[owner] += text + piece.space
         return [one_line(line) for line in lines]
 
     def _spans(self, limit: int, together: bool) -> Iterator[Span]:
-        """Whole sentences of a document as they fit; pieces of a long sentence one by one."""
-        cut = set(self.long)
+        """Yield spans of whole sentences that fit; every piece of a long sentence stands alone."""
+        split = set(self.long)
 
         def continues(index: int) -> bool:
             before, here = self.owners[index - 1], self.owners[index]
-            return together and here == before + 1 and not {before, here} & cut
+            return together and here == before + 1 and not {before, here} & split
 
-        starts = [i for i in range(len(self.parts)) if i == 0 or not continues(i)]
-        for start, end in pairwise([*starts, len(self.parts)]):
+        starts = [i for i in range(len(self.pieces)) if i == 0 or not continues(i)]
+        for start, end in pairwise([*starts, len(self.pieces)]):
             for span in pack([len(ids) for ids in self._ids[start:end]], limit):
                 yield Span(start + span.first, start + span.end)
 
 
 def one_line(text: str) -> str:
-    """`text` without anything that some program takes for the end of a line."""
+    """Replace every character sequence that ends a line, also Unicode's, by a space."""
     return " ".join(text.splitlines())
 
 
-def pieces(text: str, limit: int, encode: Encode) -> list[Piece]:
-    """Cut a text of more than `limit` tokens into pieces that fit, as few and natural as possible.
+def split_line(text: str, limit: int, encode: Encode) -> list[Piece]:
+    """Split a text of more than `limit` tokens into few pieces that fit, at natural places.
 
-    A single character may still be longer.
+    Only a piece of a single character may exceed the limit.
     """
-    return _pieces(Piece(text, ""), limit, encode, _BORDERS)
+    return _split(Piece(text, ""), limit, encode, _BORDERS)
 
 
-def _pieces(
+def _split(
     whole: Piece, limit: int, encode: Encode, borders: tuple[re.Pattern[str], ...]
 ) -> list[Piece]:
-    """Cut a piece that is too long at borders of the first kind; longer parts at others."""
+    """Split at borders of the first kind, and parts that are still too long at the next kinds."""
     if len(whole.text) <= 1:
         return [whole]
     if borders:
-        parts = list(_cut(whole, borders[0]))
+        parts = list(_split_at(whole, borders[0]))
     else:
         middle = len(whole.text) // 2
         parts = [Piece(whole.text[:middle], ""), Piece(whole.text[middle:], whole.space)]
     fine: list[Piece] = []
     for part, ids in zip(parts, encode([part.text for part in parts]), strict=True):
-        fine += [part] if len(ids) <= limit else _pieces(part, limit, encode, borders[1:])
+        fine += [part] if len(ids) <= limit else _split(part, limit, encode, borders[1:])
     return _join(fine, limit, encode)
 
 
-def _cut(whole: Piece, border: re.Pattern[str]) -> Iterator[Piece]:
+def _split_at(whole: Piece, border: re.Pattern[str]) -> Iterator[Piece]:
     start = 0
     for match in border.finditer(whole.text):
         if match.start() > start:
@@ -161,9 +174,9 @@ def _cut(whole: Piece, border: re.Pattern[str]) -> Iterator[Piece]:
 
 
 def _join(parts: list[Piece], limit: int, encode: Encode) -> list[Piece]:
-    """Join neighbours while they fit together."""
+    """Join consecutive pieces while they fit into `limit`."""
     alone = encode([part.text for part in parts])
-    # A word may have other tokens after a space than at the start of a text.
+    # A word may be tokenised differently after a space than at the start of a text.
     inside = encode([before.space + part.text for before, part in pairwise(parts)])
     joined, total = [parts[0]], len(alone[0])
     for part, first, following in zip(parts[1:], alone[1:], inside, strict=True):
@@ -178,9 +191,11 @@ def _join(parts: list[Piece], limit: int, encode: Encode) -> list[Piece]:
 
 
 def pack(lengths: Sequence[int], limit: int) -> list[Span]:
-    """Spans of as many sentences as fit into `limit`; one that does not fit stands alone.
+    """Pack consecutive sentences greedily into spans of at most `limit` tokens.
 
-    `lengths` are tokens of the sentences; a separator stands between two of them.
+    Args:
+        lengths: Number of tokens of each sentence. A separator token stands between sentences.
+        limit: Most tokens of a span; a longer sentence has a span of its own.
     """
     spans: list[Span] = []
     total = 0

@@ -1,8 +1,8 @@
-"""Translator: text in, text out, with a trained model.
+"""Translation of text with a trained model.
 
-Lines are translated one by one, or together with the other sentences of their document. However
-long they are, nothing is cut off: what exceeds the trained length is translated in pieces, and a
-warning says so. As many lines come out as went in.
+Lines are translated one by one, or together with the other sentences of their document. The number
+of lines is preserved. Text beyond the trained length is translated in pieces, with a warning; no
+text is cut off.
 """
 
 import logging
@@ -12,52 +12,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
 
+from reluformer.checkpoint import load_run
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
+from reluformer.translation.attention_maps import AttentionMaps, compute_maps
 from reluformer.translation.search import Hypothesis, SearchConfig, search
-from reluformer.translation.segments import Layout, Span, one_line
+from reluformer.translation.segments import SegmentedLines, Span, one_line
 from reluformer.translation.stream import translate_file
 
 log = logging.getLogger("reluformer")
 
 Precision = Literal["float32", "bfloat16"]
 
-# Source tokens of a batch, padding included, and most rows of logits times vocabulary: enough to
-# keep the device busy, and a few hundred megabytes.
+# Source tokens of a batch, padding included: enough to keep the device busy.
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
+# Largest number of logits of one decoding step: a few hundred megabytes.
 _MOST_LOGITS = 2**26
 
 
-class AttentionMaps(NamedTuple):
-    """Weights of every attention while one text was translated; tokens as they would be printed."""
-
-    source: list[str]
-    """S tokens, the end mark last."""
-    target: list[str]
-    """T tokens, the start mark first; row t of a map wrote token t + 1."""
-    encoder: Tensor
-    """[layers, H, S, S]."""
-    decoder: Tensor
-    """[layers, H, T, T]."""
-    cross: Tensor
-    """[layers, H, T, S]."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, weights with five decimals."""
-        return {
-            name: value if isinstance(value, list) else _rounded(value.tolist())
-            for name, value in self._asdict().items()
-        }
-
-
 class Translator:
-    """A model with its tokenizer and a search.
+    """Translates text with a model, its tokenizer and a search.
 
     >>> translate = Translator.load("runs/tiny")
     >>> translate("It costs three euros.")
@@ -76,10 +55,17 @@ class Translator:
         max_length: int | None = None,
         batch_tokens: int | None = None,
     ) -> None:
-        """Wrap a model that was trained on examples of at most `trained_length` ids.
+        """Wrap a trained model.
 
-        `documents` says whether it saw several sentences together. Texts of up to `max_length` ids
-        (default: as trained) are translated in one go.
+        Args:
+            model: The model; it is set to evaluation mode.
+            tokenizer: The tokenizer that the model was trained with.
+            trained_length: Length in ids of the longest training example.
+            documents: Whether training examples had several sentences.
+            config: Settings of the search.
+            max_length: Length in ids of the longest text that is translated at once; default
+                `trained_length`.
+            batch_tokens: Source tokens of a batch, padding included; default: by device.
         """
         self.model, self.tokenizer = model.eval(), tokenizer
         self.documents = documents
@@ -90,14 +76,14 @@ class Translator:
             raise UserError(f"max_length must be at least 2, got {max_length}")
         if self.max_length > trained_length:
             log.warning(
-                "max_length is %d, but the model was trained on at most %d ids: beyond them "
-                "translations may be poor",
+                "max_length is %d, but the model was trained on at most %d ids: translations of "
+                "longer texts may be poor",
                 self.max_length,
                 trained_length,
             )
         device = model.target_embedding.weight.device.type
-        usual = _BATCH_TOKENS.get(device, _BATCH_TOKENS["cuda"])
-        self.batch_tokens = usual if batch_tokens is None else batch_tokens
+        default = _BATCH_TOKENS.get(device, _BATCH_TOKENS["cuda"])
+        self.batch_tokens = default if batch_tokens is None else batch_tokens
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.on_batch: Callable[[int], None] = lambda texts: None
@@ -115,24 +101,29 @@ class Translator:
         batch_tokens: int | None = None,
         **search: Any,
     ) -> "Translator":
-        """The translator of a run's folder, a finished model or a checkpoint.
+        """Load the translator of a run's folder, a finished model or a checkpoint.
 
-        `device` is `cpu` or `cuda`, by default a GPU if there is one; `precision` float32 or
-        bfloat16, the default on a GPU. Further keywords are fields of `SearchConfig`, in place of
-        what the recipe says.
+        Args:
+            path: Folder of the run, the model or the checkpoint.
+            device: `"cpu"` or `"cuda"`; default: a GPU if there is one.
+            precision: `"float32"` or `"bfloat16"`; default: bfloat16 on a GPU, float32 on a CPU.
+            max_length: As in `Translator`.
+            batch_tokens: As in `Translator`.
+            **search: Fields of `SearchConfig`; they override the recipe's.
+
+        Raises:
+            UserError: The folder has no model, or an argument is invalid.
         """
-        from reluformer.checkpoint import load_run
-
         allowed = [field.name for field in fields(SearchConfig)]
         for name in search:
             if name not in allowed:
-                raise UserError(f"{name} is no setting of a search: {', '.join(allowed)}")
+                raise UserError(
+                    f"{name} is not a setting of the search, allowed: {', '.join(allowed)}"
+                )
         run = load_run(path)
-        recipe = {
-            "beam": run.recipe.decode.beam,
-            "length_penalty": run.recipe.decode.length_penalty,
-        }
-        config = SearchConfig(**{**recipe, **search})
+        decode = run.recipe.decode
+        defaults = {"beam": decode.beam, "length_penalty": decode.length_penalty}
+        config = SearchConfig(**{**defaults, **search})
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         precision = precision or ("float32" if device == "cpu" else "bfloat16")
         if precision not in ("float32", "bfloat16"):
@@ -159,11 +150,11 @@ class Translator:
     @overload
     def __call__(self, text: list[str] | tuple[str, ...]) -> list[str]: ...
     def __call__(self, text: str | list[str] | tuple[str, ...]) -> str | list[str]:
-        """Translate a text, or each of a list; lines of a text stay lines."""
+        """Translate a text, or each text of a list, line by line."""
         texts = [text] if isinstance(text, str) else list(text)
-        parts = [part.split("\n") for part in texts]
-        translated = iter(self.lines([line for part in parts for line in part]))
-        joined = ["\n".join(next(translated) for _ in part) for part in parts]
+        split = [text.split("\n") for text in texts]
+        translated = iter(self.lines([line for lines in split for line in lines]))
+        joined = ["\n".join(next(translated) for _ in lines) for lines in split]
         return joined[0] if isinstance(text, str) else joined
 
     @overload
@@ -171,16 +162,17 @@ class Translator:
     @overload
     def document(self, text: list[str] | tuple[str, ...]) -> list[str]: ...
     def document(self, text: str | list[str] | tuple[str, ...]) -> str | list[str]:
-        """Translate sentences with their neighbours in view: a list, or a text of one a line.
+        """Translate the sentences of a document together.
 
-        Lines that are blank or `<d>` end a document and are kept.
+        `text` is a list of sentences, or a text with one sentence per line. `<d>` lines and blank
+        lines separate documents and are kept.
         """
         if isinstance(text, str):
             return "\n".join(self.lines(text.split("\n"), together=True))
         return self.lines([one_line(sentence) for sentence in text], together=True)
 
     def file(self, source: Path | str, target: Path | str, *, document: bool = False) -> None:
-        """Translate the lines of a text file (plain, .xz or .gz) into another."""
+        """Translate the lines of a text file (plain, .xz or .gz) into another file."""
         translate_file(self, Path(source), Path(target), document=document)
 
     def lines(
@@ -190,60 +182,73 @@ class Translator:
         together: bool = False,
         numbers: Sequence[int] | None = None,
     ) -> list[str]:
-        """Translate each of `lines`; blank ones stay blank.
+        """Translate each line.
 
-        `together` keeps the sentences of a document in view of each other, as `document` does.
-        Warnings name lines by their `numbers`, by default 1, 2, ...
+        Args:
+            lines: Text without line ends; blank lines stay blank.
+            together: Translate the sentences of a document together, as `document` does.
+            numbers: Line numbers for warnings; default 1, 2, ...
         """
         numbers = range(1, len(lines) + 1) if numbers is None else numbers
         if together and not self.documents:
-            log.warning("the model was trained on single sentences and translates them one by one")
-        layout = Layout(
+            log.warning(
+                "the model was trained on single sentences, which are translated one by one"
+            )
+        segmented = SegmentedLines(
             lines,
             self.max_length - 1,
             self.tokenizer.encode_batch,
             together=together and self.documents,
             marks=together,
         )
-        if layout.long:
+        if segmented.long:
             log.warning(
                 "%d of %d lines have more than %d tokens and are translated in pieces, the first "
                 "of them line %d",
-                len(layout.long),
+                len(segmented.long),
                 len(lines),
                 self.max_length - 1,
-                numbers[layout.long[0]],
+                numbers[segmented.long[0]],
             )
-        incomplete = self._fill(layout)
+        incomplete = self._fill(segmented)
         if incomplete:
             log.warning(
-                "%d of the translations reached the most tokens allowed and may be incomplete or "
-                "repeat themselves, the first of them in line %d",
+                "%d translations reached the maximum length and may be incomplete or repetitive, "
+                "the first of them in line %d",
                 len(incomplete),
                 numbers[min(incomplete)],
             )
-        return layout.translations()
+        return segmented.translations()
 
     def translate_ids(
         self, sources: Sequence[Sequence[int]], *, banned: tuple[int, ...] = ()
     ) -> list[Hypothesis]:
-        """Translate ids without marks, in batches of similar lengths; the order is kept."""
-        found: list[Hypothesis | None] = [None] * len(sources)
+        """Translate ids without start and end tokens, in batches of similar lengths.
+
+        Args:
+            sources: Ids of each text.
+            banned: Ids that must not occur in translations.
+
+        Returns:
+            The best hypothesis of each text, in the order of `sources`.
+        """
+        results: list[Hypothesis | None] = [None] * len(sources)
         for batch in self._batches([len(source) + 1 for source in sources]):
             part = [sources[index] for index in batch]
-            # The same text gets the same sample, wherever it stands.
+            # Equal texts get equal samples, independent of their position.
             keys = [zlib.crc32(array("q", source).tobytes()) for source in part]
             hypotheses = search(self.model, part, self.config, banned=banned, keys=keys)
             for index, hypothesis in zip(batch, hypotheses, strict=True):
-                found[index] = hypothesis
+                results[index] = hypothesis
             self.on_batch(len(batch))
-        return [hypothesis for hypothesis in found if hypothesis is not None]
+        return [hypothesis for hypothesis in results if hypothesis is not None]
 
     @contextmanager
     def recording(self) -> Iterator[list[AttentionMaps]]:
-        """Within the block, the list that is yielded gets the maps of every text translated.
+        """Record attention maps inside the block, in the list that is yielded.
 
-        A text is a line, a piece of a long one, or a part of a document of up to `max_length` ids.
+        There is one entry for each translated text: a line, a piece of a long line, or a part of a
+        document of up to `max_length` ids.
         """
         self._recorded = []
         try:
@@ -251,45 +256,46 @@ class Translator:
         finally:
             self._recorded = None
 
-    def _fill(self, layout: Layout) -> list[int]:
-        """Translate all spans; return the lines whose translations may be incomplete.
+    def _fill(self, segmented: SegmentedLines) -> list[int]:
+        """Translate all spans; return the indices of lines that may be incomplete.
 
-        A span whose translation has another number of sentences, or cannot be right for another
-        reason, is translated again in halves.
+        A span is translated again in two halves if its translation is incomplete or cannot be
+        divided into the right number of sentences.
         """
         incomplete: list[int] = []
-        queue = layout.spans
+        queue = segmented.spans
         while queue:
             halves: list[Span] = []
-            for span, source, hypothesis in self._translate(layout, queue):
+            for span, source, hypothesis in self._translate(segmented, queue):
                 sentences = self.tokenizer.decode_document(hypothesis.tokens)
-                if len(span) > 1 and not (hypothesis.complete and layout.fits(span, sentences)):
+                if len(span) > 1 and not (hypothesis.complete and segmented.fits(span, sentences)):
                     halves += span.halves()
                     continue
-                layout.fill(span, sentences)
+                segmented.fill(span, sentences)
                 if not hypothesis.complete:
-                    incomplete.append(layout.owners[span.first])
+                    incomplete.append(segmented.owners[span.first])
                 if self._recorded is not None:
-                    self._recorded.append(self._maps(source, hypothesis.tokens))
+                    maps = compute_maps(self.model, self.tokenizer, source, hypothesis.tokens)
+                    self._recorded.append(maps)
             if halves:
                 log.info("%d parts of documents are translated again", len(halves))
             queue = halves
         return incomplete
 
     def _translate(
-        self, layout: Layout, spans: list[Span]
+        self, segmented: SegmentedLines, spans: list[Span]
     ) -> Iterator[tuple[Span, list[int], Hypothesis]]:
-        """Spans with their source ids and translations: those of several sentences first."""
+        """Yield spans with source ids and translations, spans of several sentences first."""
         sep = self.tokenizer.sep
         for several in (True, False):
             chosen = [span for span in spans if (len(span) > 1) == several]
-            sources = [layout.source(span, sep) for span in chosen]
-            # The translation of one sentence is one sentence.
-            found = self.translate_ids(sources, banned=() if several else (sep,))
-            yield from zip(chosen, sources, found, strict=True)
+            sources = [segmented.source(span, sep) for span in chosen]
+            # The translation of one sentence is one sentence: it has no separator.
+            hypotheses = self.translate_ids(sources, banned=() if several else (sep,))
+            yield from zip(chosen, sources, hypotheses, strict=True)
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Indices of texts to translate together, longest first."""
+        """Yield indices of the texts of each batch, longest texts first."""
         config = self.config
         width = 1 if config.method == "sample" else config.beam
         most_rows = max(1, _MOST_LOGITS // (width * self.model.config.vocabulary))
@@ -302,28 +308,3 @@ class Translator:
             batch.append(index)
         if batch:
             yield batch
-
-    def _maps(self, source: Sequence[int], target: Sequence[int]) -> AttentionMaps:
-        from reluformer.diagnostics import attention_maps
-
-        bpe, device = self.tokenizer, self.model.target_embedding.weight.device
-        source, target = [*source, bpe.eos], [bpe.bos, *target]
-        batch = {"source": torch.tensor([source]), "target": torch.tensor([target])}
-        maps = attention_maps(self.model, {k: v.to(device) for k, v in batch.items()})
-        sites = {
-            site: torch.stack([weights[0].cpu() for (s, _), weights in maps.items() if s == site])
-            for site in ("encoder", "decoder", "cross")
-        }
-        return AttentionMaps(self._names(source), self._names(target), **sites)
-
-    def _names(self, ids: Sequence[int]) -> list[str]:
-        marks = {
-            self.tokenizer.bos: "<bos>",
-            self.tokenizer.eos: "<eos>",
-            self.tokenizer.sep: "<sep>",
-        }
-        return [marks.get(i) or self.tokenizer.decode([i]) for i in ids]
-
-
-def _rounded(values: Any) -> Any:
-    return [_rounded(value) for value in values] if isinstance(values, list) else round(values, 5)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reluformer.translation.segments import Layout, Span, pack, pieces
+from reluformer.translation.segments import SegmentedLines, Span, pack, split_line
 
 
 def characters(texts):
@@ -19,7 +19,7 @@ def words(texts):
 
 def test_a_long_line_is_cut_after_sentences() -> None:
     text = "One is here. Two is there! Three? Four, and this one is long, goes on."
-    cut = pieces(text, 30, characters)
+    cut = split_line(text, 30, characters)
     assert [piece.text for piece in cut] == [
         "One is here. Two is there!",
         "Three?",
@@ -29,14 +29,14 @@ def test_a_long_line_is_cut_after_sentences() -> None:
 
 
 def test_without_punctuation_it_is_cut_between_words_and_then_anywhere() -> None:
-    cut = [piece.text for piece in pieces("aaa bbb ccc ddddddddddd e", 7, characters)]
+    cut = [piece.text for piece in split_line("aaa bbb ccc ddddddddddd e", 7, characters)]
     assert cut == ["aaa bbb", "ccc", "ddddd", "dddddd", "e"]
 
 
 @given(st.text(min_size=1, max_size=300), st.integers(1, 40))
 def test_pieces_and_their_spaces_are_the_text(text: str, limit: int) -> None:
     text = text.strip() or "x"
-    cut = pieces(text, limit, characters)
+    cut = split_line(text, limit, characters)
     assert "".join(piece.text + piece.space for piece in cut) == text
     assert all(0 < len(piece.text) <= limit for piece in cut)
 
@@ -61,8 +61,8 @@ LINES = ["<d>", "a b", "c", " ", "d e f", "<d>", "g", "h " * 30, "i"]
 
 
 def test_a_layout_keeps_documents_apart_and_long_lines_alone() -> None:
-    layout = Layout(LINES, 10, words, together=True, marks=True)
-    texts = [[layout.parts[i].text for i in range(s.first, s.end)] for s in layout.spans]
+    layout = SegmentedLines(LINES, 10, words, together=True, marks=True)
+    texts = [[layout.pieces[i].text for i in range(s.first, s.end)] for s in layout.spans]
     assert texts[:3] == [["a b", "c"], ["d e f"], ["g"]]
     assert texts[-1] == ["i"]
     assert layout.long == [7]
@@ -72,16 +72,16 @@ def test_a_layout_keeps_documents_apart_and_long_lines_alone() -> None:
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_layout_puts_everything_back(together: bool, marks: bool) -> None:
-    layout = Layout(LINES, 10, words, together=together, marks=marks)
+    layout = SegmentedLines(LINES, 10, words, together=together, marks=marks)
     for span in layout.spans:
-        layout.fill(span, [layout.parts[i].text.upper() for i in range(span.first, span.end)])
+        layout.fill(span, [layout.pieces[i].text.upper() for i in range(span.first, span.end)])
     mark = "<d>" if marks else "<D>"
     expected = [mark if line == "<d>" else line.strip().upper() for line in LINES]
     assert layout.translations() == expected
 
 
 def test_what_cannot_be_a_translation_of_a_span() -> None:
-    layout = Layout(["a", "b", "b"], 10, characters, together=True, marks=True)
+    layout = SegmentedLines(["a", "b", "b"], 10, characters, together=True, marks=True)
     (span,) = layout.spans
     assert layout.fits(span, ["A", "B", "B"])
     assert layout.fits(span, ["A", "B", "C"])

@@ -169,7 +169,7 @@ def test_going_beyond_the_trained_length_is_named(
 def test_impossible_settings_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="batch_tokens"):
         make(tokenizer, batch_tokens=0)
-    with pytest.raises(UserError, match="beem is no setting of a search: .*beam"):
+    with pytest.raises(UserError, match="beem is not a setting of the search, allowed: .*beam"):
         Translator.load("nowhere", beem=3)
     with pytest.raises(UserError, match="nowhere"):
         Translator.load("nowhere", beam=3)
