@@ -15,11 +15,11 @@ from reluformer import recipes
 from reluformer.config import yaml_lines
 from reluformer.config.dataclasses_io import build, override, to_dict
 from reluformer.config.migration import migrate_recipe
+from reluformer.config.search import SearchConfig
 from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.model.config import ModelConfig
 from reluformer.model.losses import EXPERT_BALANCE_WEIGHT, MARGIN
-from reluformer.translation.search.config import SearchConfig
 
 GENERATED = ("sample", "reverse", "copy")
 """Data that is made in memory and needs no preparation."""

@@ -1,11 +1,11 @@
-"""Searching for translations: greedy, beam, sampling, all with the decoder's cache."""
+"""Search for translations with the KV cache: greedy search, beam search and sampling."""
 
 from collections.abc import Sequence
 
+from reluformer.config.search import SearchConfig
 from reluformer.model import ReLUFormer
 from reluformer.translation.search.beam import beam_search
-from reluformer.translation.search.config import SearchConfig
-from reluformer.translation.search.single import greedy, sample
+from reluformer.translation.search.greedy_and_sampling import greedy, sample
 from reluformer.translation.search.task import Hypothesis, Task
 
 __all__ = ["Hypothesis", "SearchConfig", "Task", "beam_search", "greedy", "sample", "search"]
@@ -19,10 +19,19 @@ def search(
     banned: tuple[int, ...] = (),
     keys: Sequence[int] | None = None,
 ) -> list[Hypothesis]:
-    """Translate `sources`, ids without start and end marks, as one batch.
+    """Translate sentences as one batch.
 
-    Neither the batch nor the order in it changes a translation (beyond rounding). `banned` tokens
-    do not occur in it. Sampling draws for each sentence by its key, by default its place.
+    A translation does not depend on the other sentences of the batch, except for rounding.
+
+    Args:
+        model: The model, in evaluation mode.
+        sources: Ids of each sentence, without start and end tokens.
+        config: Settings of the search.
+        banned: Ids that must not occur in translations.
+        keys: Sampling draws from a random stream for each key; default: the index in `sources`.
+
+    Returns:
+        The best hypothesis of each sentence.
     """
     config = SearchConfig() if config is None else config
     if not sources:
@@ -32,4 +41,4 @@ def search(
         return sample(model, task, config)
     if config.beam == 1:
         return greedy(model, task, config)
-    return [found[0] for found in beam_search(model, task, config)]
+    return [hypotheses[0] for hypotheses in beam_search(model, task, config)]

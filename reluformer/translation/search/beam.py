@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
+from reluformer.config.search import SearchConfig
 from reluformer.model import ReLUFormer
-from reluformer.translation.search.config import SearchConfig
 from reluformer.translation.search.task import Decoder, Hypothesis, Task
 
-# Finished sentences are dropped when they are one of so many.
+# Finished sentences are dropped once they are at least 1/16 of the batch.
 _DROPPED_OF = 16
 
 
@@ -17,11 +17,14 @@ _DROPPED_OF = 16
 def beam_search(
     model: ReLUFormer, task: Task, config: SearchConfig, best: int = 1
 ) -> list[list[Hypothesis]]:
-    """The `best` highest-scoring hypotheses of each sentence that a beam finds, best first.
+    """Search with a beam for the `best` highest-scoring hypotheses of each sentence.
 
-    Of all continuations by one token, the likeliest stay. One that ends keeps its place in the beam
-    for good, so a sentence is done when as many hypotheses have ended as the beam has places; or
-    earlier, when none that still goes on can reach the score of the `best`-th that has ended.
+    Each step keeps the most likely continuations of all open hypotheses. A hypothesis that ends
+    keeps its place in the beam. A sentence is finished when all places are taken, or earlier, when
+    no open hypothesis can still reach the score of the `best`-th ended one.
+
+    Returns:
+        For each sentence its hypotheses, best first.
     """
     search = _Beams(model, task, config, best)
     while len(search.decoder):
@@ -30,12 +33,15 @@ def beam_search(
 
 
 class _Beams:
-    """The open hypotheses of all sentences and those that have ended.
+    """Open and ended hypotheses of all sentences.
 
-    `sums` [B, beams] are log-probabilities, -inf in an empty place; `history` [B * beams, length]
-    the tokens of each; `free` [B] the places of a beam that ended hypotheses have not taken;
-    `threshold` [B] the score that an open hypothesis must be able to pass, out of the task's
-    `floors`.
+    Attributes:
+        sums: Log-probabilities of open hypotheses, -inf in an empty place, [B, beams].
+        history: Tokens of open hypotheses, [B * beams, length].
+        free: Places of each beam that no ended hypothesis has taken, [B].
+        ended: Ended hypotheses of each sentence of the task.
+        floors: Score of the `best`-th ended hypothesis of each sentence of the task.
+        threshold: The floors of the unfinished sentences, [B].
     """
 
     def __init__(self, model: ReLUFormer, task: Task, config: SearchConfig, best: int) -> None:
@@ -45,7 +51,7 @@ class _Beams:
         self.floors = [-math.inf] * len(task.sources)
         device, sentences = self.decoder.last.device, len(task.sources)
         self.sums = torch.full((sentences, config.beam), -torch.inf, device=device)
-        # At first all rows of a sentence are alike: one of them is enough.
+        # At first all rows of a sentence are equal: only one is open.
         self.sums[:, 0] = 0.0
         self.free = torch.full((sentences,), config.beam, device=device)
         self.threshold = torch.full((sentences,), -torch.inf, device=device)
@@ -63,18 +69,18 @@ class _Beams:
         if ends.any():
             self._end(ends)
         open_sums = self.sums.amax(dim=1)
-        # An empty beam is -inf, which no bound is below.
+        # The bound of an empty beam is -inf, which is never above the threshold.
         done = self._bound(open_sums) <= self.threshold
-        # To drop a sentence is to copy all others: that waits for a part of them.
+        # Dropping a sentence copies all others, so several are dropped at once.
         if int(done.sum()) * _DROPPED_OF >= len(done):
             self._keep((~done).nonzero().squeeze(-1))
         else:
             self.sums = self.sums.masked_fill(done.unsqueeze(-1), -torch.inf)
 
     def _extend(self, logits: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest continuations: tokens [B, beams], and the rows [B * beams] they extend."""
+        """Most likely continuations: tokens [B, beams] and the rows [B * beams] they extend."""
         sentences, beams = self.sums.shape
-        # No sentence keeps more continuations of one hypothesis than it has places.
+        # A beam cannot keep more continuations of one hypothesis than it has places.
         width = min(beams, logits.shape[1])
         likeliest = logits.topk(width, dim=1)
         candidates = (likeliest.values - total).view(sentences, beams, width)
@@ -87,9 +93,9 @@ class _Beams:
         return tokens, parents.flatten()
 
     def _end(self, ends: Tensor) -> None:
-        """Move the hypotheses that `ends` [B, beams] marks to the ended ones."""
+        """Move the hypotheses with `ends` [B, beams] set to the ended ones."""
         length, (sentences, places) = self.decoder.length, ends.nonzero(as_tuple=True)
-        # Each of these waits for the device: once for all, not once a hypothesis.
+        # Each transfer waits for the device, so all hypotheses are transferred together.
         columns = (
             self.decoder.indices[sentences].tolist(),
             self.sums[sentences, places].tolist(),
@@ -109,9 +115,10 @@ class _Beams:
         self.threshold = torch.tensor(floors, device=ends.device)
 
     def _bound(self, sums: Tensor) -> Tensor:
-        """The highest score that a hypothesis with `sums` [B] may still reach, [B].
+        """Highest score [B] that an open hypothesis with `sums` [B] can still reach.
 
-        Sums only fall; a positive penalty favours the latest end, a negative one the next.
+        Log-probabilities only decrease. With a positive length penalty the latest end is best,
+        with a negative one the next step.
         """
         penalty = self.config.length_penalty
         end = self.decoder.longest + 1 if penalty > 0 else self.decoder.length + 1

@@ -1,4 +1,4 @@
-"""What the searches have in common: sentences to translate, hypotheses, the model step by step."""
+"""Common parts of the searches: the task, hypotheses, and the model run step by step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,41 +7,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from reluformer.config.search import SearchConfig
 from reluformer.data.batches import pad_sources
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.kv_cache import DecoderState
 from reluformer.model.records import KeyValues
-from reluformer.translation.search.config import SearchConfig
 
 
 class Hypothesis(NamedTuple):
-    """A translation."""
+    """A translation with its score."""
 
     tokens: list[int]
-    """Without start and end marks."""
+    """Ids without start and end tokens."""
     score: float
-    """Log-probability divided by length, end mark included, to the length penalty."""
+    """log_probability / length ** length_penalty, where the length includes the end token."""
     log_probability: float
-    """Sum over the tokens and the end mark."""
+    """Sum over the tokens and the end token."""
     complete: bool
-    """False if it ended because it reached the most tokens allowed."""
+    """False if the maximum length ended the hypothesis."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Sentences to translate together, B of them.
-
-    `sources` are ids without marks. Sentence b gets at least `shortest[b]` and at most `longest[b]`
-    tokens, end mark not counted, none of them in `banned`. `keys` name the sentences: what is
-    sampled for a sentence depends on its key, not on its place in the batch.
-    """
+    """A batch of B sentences to translate."""
 
     sources: Sequence[Sequence[int]]
+    """Ids of each sentence, without start and end tokens."""
     shortest: Sequence[int]
+    """Minimum length of each translation, end token not counted."""
     longest: Sequence[int]
+    """Maximum length of each translation, end token not counted."""
     keys: Sequence[int]
+    """Key of each sentence. Samples depend on the key, not on the position in the batch."""
     banned: tuple[int, ...] = ()
+    """Ids that must not occur in translations."""
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class Task:
         banned: tuple[int, ...] = (),
         keys: Sequence[int] | None = None,
     ) -> "Task":
-        """The task of translating `sources`, each to at least one token."""
+        """Task with the length limits of `config`; every translation has at least one token."""
         return cls(
             sources,
             [1] * len(sources),
@@ -63,22 +63,28 @@ class Task:
 
 
 class Decoder:
-    """The sentences of a task that are still searched, and the model's view of them.
+    """The model's decoder, run step by step on the unfinished sentences of a task.
 
-    Every sentence has `beams` rows. `indices` [B] are the sentences' places in the task, `shortest`
-    and `longest` [B] their bounds.
+    Attributes:
+        beams: Rows of each sentence.
+        length: Tokens decoded so far.
+        state: KV caches of the decoder.
+        indices: Index in the task of each unfinished sentence, [B].
+        shortest: Minimum length of each translation, [B].
+        longest: Maximum length of each translation, [B].
+        last: Last token of each row, [B * beams, 1].
     """
 
     def __init__(self, model: ReLUFormer, task: Task, beams: int) -> None:
         if model.training:
-            raise UserError("the model is in training mode; a search needs model.eval()")
+            raise UserError("the model is in training mode, but a search needs model.eval()")
         self.model, self.beams, self.length = model, beams, 0
         device = model.target_embedding.weight.device
         source, lengths = (t.to(device) for t in pad_sources(task.sources))
         padded = bool((lengths < source.shape[1]).any())
-        # Without padding there is nothing to hide, and hiding costs time in every step.
+        # Without padding no mask is needed, and a mask costs time in every step.
         self.state: DecoderState = model.start(model.encode(source, lengths if padded else None))
-        # They are read in every step: strided, each read would first copy them.
+        # Cross-attention reads them in every step and would first copy strided tensors.
         self.state.source = [
             KeyValues(keys.contiguous(), values.contiguous()) for keys, values in self.state.source
         ]
@@ -91,20 +97,21 @@ class Decoder:
         self.last = torch.full((len(task.sources) * beams, 1), model.config.bos_id, device=device)
 
     def __len__(self) -> int:
-        """Sentences still searched."""
+        """Number of unfinished sentences."""
         return len(self.indices)
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Logits [B * beams, vocabulary] of the next token, and the log of their exponents' sum.
+        """Compute the logits of the next token.
 
-        Tokens that must not come next have logit -inf but count in the sum [B * beams, 1]: logit
-        minus sum is the model's log-probability.
+        Returns:
+            Logits [B * beams, vocabulary], -inf for tokens that are not allowed, and their
+            log-sum-exp [B * beams, 1] over all tokens. Their difference is the log-probability.
         """
         eos = self.model.config.eos_id
         logits = self.model.decode(self.last, self.state)[:, -1].float()
         total = logits.logsumexp(dim=-1, keepdim=True)
         if not total.isfinite().all():
-            raise UserError("the model's weights are damaged: its output is not a finite number")
+            raise UserError("the model's output is not finite; its weights are damaged")
         logits[:, self.banned] = -torch.inf
         early = self.length < self.shortest
         if early.any():
@@ -118,11 +125,11 @@ class Decoder:
         return logits, total
 
     def advance(self, tokens: Tensor) -> None:
-        """Put `tokens` [B * beams] after what the rows hold."""
+        """Append `tokens` [B * beams] to the rows."""
         self.last, self.length = tokens.unsqueeze(-1), self.length + 1
 
     def keep(self, sentences: Tensor) -> None:
-        """Go on with the given sentences alone."""
+        """Drop all sentences but those with the given indices into the unfinished ones."""
         rows = sentences.unsqueeze(-1) * self.beams
         rows = (rows + torch.arange(self.beams, device=rows.device)).flatten()
         self.state.select_sentences(sentences, self.beams)

@@ -1,4 +1,4 @@
-"""How to search for a translation."""
+"""Settings of the search for translations."""
 
 import math
 from dataclasses import dataclass
@@ -9,22 +9,25 @@ from reluformer.errors import UserError
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """Settings of a search. A beam of 1 is greedy; the last four are for sampling alone."""
+    """Settings of the search; temperature, top_k, top_p and seed apply to sampling only."""
 
     method: Literal["beam", "sample"] = "beam"
     beam: int = 5
+    """Number of hypotheses per sentence; 1 is greedy search."""
     length_penalty: float = 1.0
-    """A hypothesis is ranked by its log-probability divided by its length to this power."""
+    """Hypotheses are ranked by log-probability divided by length to this power."""
     max_ratio: float = 2.0
+    """See `max_extra`."""
     max_extra: int = 20
-    """A translation has at most max_ratio * source + max_extra tokens."""
+    """A translation has at most max_ratio * source tokens + max_extra tokens."""
     temperature: float = 1.0
-    """Below 1 samples likelier tokens, above 1 less likely ones."""
+    """Logits are divided by this before sampling; lower values favour likely tokens."""
     top_k: int | None = None
-    """Sample among so many of the likeliest tokens."""
+    """Sample from this many most likely tokens; None samples from all."""
     top_p: float = 1.0
-    """Sample among the fewest tokens whose probabilities reach this sum."""
+    """Sample from the smallest set of tokens whose probabilities reach this sum."""
     seed: int = 0
+    """Seed of sampling."""
 
     def __post_init__(self) -> None:
         if self.method not in ("beam", "sample"):
@@ -47,9 +50,9 @@ class SearchConfig:
             raise UserError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}")
 
     def longest(self, source: int) -> int:
-        """Most tokens of the translation of so many source tokens."""
+        """Maximum length of the translation of `source` tokens."""
         return int(self.max_ratio * source) + self.max_extra
 
     def score(self, log_probability: float, length: int) -> float:
-        """What hypotheses of `length` tokens, end mark included, are ranked by."""
+        """Score of a hypothesis of `length` tokens, end token included."""
         return log_probability / math.pow(length, self.length_penalty)

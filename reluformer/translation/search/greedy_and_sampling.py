@@ -1,25 +1,25 @@
-"""Searches that follow one hypothesis of each sentence: greedy, and sampling."""
+"""Searches with one hypothesis per sentence: greedy search and sampling."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from reluformer.config.search import SearchConfig
 from reluformer.model import ReLUFormer
-from reluformer.translation.search.config import SearchConfig
 from reluformer.translation.search.task import Decoder, Hypothesis, Task
 
 Choose = Callable[[Tensor, Decoder], Tensor]
-"""From logits [B, vocabulary], -inf where a token is not allowed, to tokens [B]."""
+"""A function from logits [B, vocabulary], -inf for banned tokens, to tokens [B]."""
 
 
 def greedy(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
-    """Follow the likeliest token until it is the end mark: a beam of 1."""
+    """Append the most likely token until it is the end token."""
     return _follow(model, task, config, lambda logits, _: logits.argmax(dim=-1))
 
 
 def sample(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
-    """Draw token after token. What is drawn for a sentence depends on the seed and its key."""
+    """Sample token by token, with a random stream for each seed and sentence key."""
     numbers = _uniform(task, config.seed)
 
     def choose(logits: Tensor, decoder: Decoder) -> Tensor:
@@ -30,20 +30,28 @@ def sample(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothes
 
 
 def draw(logits: Tensor, numbers: Tensor, config: SearchConfig) -> Tensor:
-    """Tokens [B] where `numbers` [B], uniform in [0, 1), fall among the likeliest of each row.
+    """Sample one token per row by inverting the cumulative distribution.
 
-    The distribution is that of logits [B, vocabulary] after temperature, cut to the `top_k`
-    likeliest and then to the fewest that reach `top_p`, at least one.
+    The distribution is the softmax of logits / temperature, restricted to the `top_k` most likely
+    tokens and then to the fewest of them whose probabilities reach `top_p`, at least one.
+
+    Args:
+        logits: [B, vocabulary].
+        numbers: Uniform random numbers in [0, 1), [B].
+        config: Settings of the search.
+
+    Returns:
+        Tokens [B].
     """
     size = logits.shape[-1] if config.top_k is None else min(config.top_k, logits.shape[-1])
     likeliest = (logits / config.temperature).topk(size, dim=-1)
     shares = likeliest.values.double().softmax(dim=-1)
     reached = shares.cumsum(dim=-1)
-    # A token is in when those before it have not reached top_p.
+    # A token is kept if the more likely tokens have not reached top_p.
     kept = torch.where(reached - shares < config.top_p, shares, 0.0)
     edges = kept.cumsum(dim=-1)
     place = torch.searchsorted(edges, numbers.unsqueeze(-1) * edges[:, -1:], right=True)
-    # Rounding may leave a number on the last edge.
+    # By rounding, a number may lie on the last edge.
     last = (kept > 0).sum(dim=-1, keepdim=True) - 1
     return likeliest.indices.gather(1, torch.minimum(place, last)).squeeze(-1)
 
@@ -52,7 +60,7 @@ def draw(logits: Tensor, numbers: Tensor, config: SearchConfig) -> Tensor:
 def _follow(
     model: ReLUFormer, task: Task, config: SearchConfig, choose: Choose
 ) -> list[Hypothesis]:
-    found: list[Hypothesis | None] = [None] * len(task.sources)
+    results: list[Hypothesis | None] = [None] * len(task.sources)
     decoder = Decoder(model, task, beams=1)
     sums = torch.zeros(len(decoder), device=decoder.last.device)
     history = torch.zeros(len(decoder), 0, dtype=torch.long, device=decoder.last.device)
@@ -67,7 +75,7 @@ def _follow(
             continue
         for row in ends.nonzero().flatten().tolist():
             log_probability = float(sums[row])
-            found[int(decoder.indices[row])] = Hypothesis(
+            results[int(decoder.indices[row])] = Hypothesis(
                 history[row, :-1].tolist(),
                 config.score(log_probability, decoder.length),
                 log_probability,
@@ -76,11 +84,11 @@ def _follow(
         rest = (~ends).nonzero().squeeze(-1)
         decoder.keep(rest)
         sums, history = sums[rest], history[rest]
-    return [hypothesis for hypothesis in found if hypothesis is not None]
+    return [hypothesis for hypothesis in results if hypothesis is not None]
 
 
 def _uniform(task: Task, seed: int) -> Tensor:
-    """Numbers in [0, 1) for every sentence and step, [B, steps], the same in every batch."""
+    """Random numbers in [0, 1), [B, steps], that depend only on the seed and the sentence keys."""
     steps = max(task.longest, default=0) + 1
     rows = []
     for key, longest in zip(task.keys, task.longest, strict=True):
