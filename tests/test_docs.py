@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 import typer
 
+import reluformer
 from reluformer import ATTENTIONS
 from reluformer.cli import app
 from reluformer.config.recipe import load_recipe
@@ -184,6 +185,12 @@ def test_command_reference_lists_every_command_and_option(monkeypatch: pytest.Mo
         for parameter in command.params:
             for option in parameter.opts:
                 assert f"`{option}`" in sections[name]
+
+
+def test_api_page_lists_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text("utf-8")
+    shown = set(re.findall(r"^::: reluformer\.(\w+)$", text, flags=re.MULTILINE))
+    assert shown == set(reluformer.__all__) - {"ATTENTIONS", "__version__"}
 
 
 def test_numbers_are_those_of_the_results_files() -> None:
