@@ -94,14 +94,13 @@ def _entry(row: Attention, when: str) -> str:
     formula = row.formula.replace("`", "")
     plot = f"![Weight of {row.name} over the score](gallery/{row.name}.svg)"
     facts = [
-        f"`{formula}`",
-        when,
-        f"Speed: {SPEED[speed_class(row.name)]}. Paper: {row.paper}.",
+        f"*Speed:* {SPEED[speed_class(row.name)]}",
+        f"*Paper:* {row.paper}",
     ]
-    facts = [fact for fact in facts if fact]
     if row.options:
-        facts.append("Options: " + ", ".join(f"`{name}`" for name in sorted(row.options)) + ".")
-    body = "\n\n".join([plot, "<br>\n".join(facts)])
+        facts.append("*Options:* " + ", ".join(f"`{name}`" for name in sorted(row.options)))
+    text = [f"`{formula}`", when, "<br>\n".join(facts)]
+    body = "\n\n".join([plot, "<div markdown>", *filter(None, text), "</div>"])
     return f'### {row.name}\n\n<div class="gallery-entry" markdown>\n\n{body}\n\n</div>'
 
 
@@ -123,6 +122,10 @@ def _svg(name: str, **options: Any) -> str:
         _label(left, bottom + 13, f"{scores[0]:g}", "middle"),
         _label(x(0.0), bottom + 13, "0", "middle"),
         _label(right, bottom + 13, f"{scores[-1]:g}", "middle"),
+        _label(left + 4, top + 8, "weight", "start"),
+        _label(
+            (right + x(0.0)) / 2, bottom + 13, "cosine" if scores[-1] == 1 else "score", "middle"
+        ),
     ]
     if low < 0:
         labels.append(_label(left - 4, y(low) + 3, f"{low:.2g}", "end"))
