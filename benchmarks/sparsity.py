@@ -42,7 +42,7 @@ from reluformer.checkpoint import LoadedRun, load_run
 from reluformer.console import guarded
 from reluformer.data.batches import Batch, Batches
 from reluformer.data.corpus import Corpus
-from reluformer.data.packing import pack, sentences
+from reluformer.data.packing import pack_sentences, single_sentences
 from reluformer.data.text import TextPair, read_documents
 from reluformer.errors import UserError
 from reluformer.files import write_text
@@ -200,8 +200,11 @@ def text(run: LoadedRun, arguments: argparse.Namespace) -> Batches:
     files = TextPair(arguments.source, arguments.target, documents=arguments.documents)
     corpus = Corpus.in_memory(_first(read_documents(files), arguments.sentences), run.tokenizer)
     limit = run.recipe.data.max_length
-    packing = pack(corpus, limit, cap=limit) if arguments.documents else sentences(corpus, limit)
-    return Batches(corpus, packing.spans, batch_tokens=arguments.batch_tokens, seed=0)
+    if arguments.documents:
+        examples = pack_sentences(corpus, limit, cap=limit)
+    else:
+        examples = single_sentences(corpus, limit)
+    return Batches(corpus, examples.spans, batch_tokens=arguments.batch_tokens, seed=0)
 
 
 def _first(documents: Iterable[list[Any]], left: int) -> Iterator[list[Any]]:

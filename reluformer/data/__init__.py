@@ -1,1 +1,1 @@
-
+"""Data: text files to tokens to batches, and generated tasks."""

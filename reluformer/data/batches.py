@@ -1,9 +1,9 @@
-"""Batches of a token budget, the same for every number of processes.
+"""Batches with a token budget, identical for every number of processes.
 
-Examples are grouped by length into a few buckets, so that rows of a batch need little padding and
-few shapes occur. Which examples form which batch, and the order of the batches, depend on the seed
-and the epoch alone. A batch is global: of R processes, process r takes its examples r, r + R,
-r + 2R and so on. A position in the data is (epoch, index of the next batch).
+Examples are grouped by length into a few buckets, so that batches have little padding and few
+different shapes. The examples of each batch and the order of the batches depend only on the seed
+and the epoch. A batch is global: with R ranks, rank r takes its examples r, r + R, r + 2R, ... A
+position in the data is (epoch, index of the next batch).
 """
 
 import queue
@@ -21,48 +21,54 @@ from reluformer.data.corpus import Corpus, Int64s, Side
 from reluformer.data.tokenizer import BOS, EOS, PAD
 from reluformer.errors import UserError
 
-# Rows per batch are a multiple of this where so many fit: it suits hardware and process counts.
+# Rows per batch are a multiple of this if the budget allows: it suits hardware and rank counts.
 _ROWS_MULTIPLE = 8
 
 _TENSOR_FIELDS = ("source", "source_lengths", "target_in", "target_out", "target_lengths")
 
 Position = tuple[int, int]
+"""Epoch and index of the next batch."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one process computes in one step, as int64 tensors padded with `pad`.
+    """The part of a global batch that one rank computes, as int64 tensors padded with `pad`.
 
-    `source` [B, S] ends with eos, `target_in` [B, T] starts with bos, `target_out` [B, T] ends with
-    eos; `source_lengths` [B] and `target_lengths` [B] leave the padding out. `examples` [at most B]
-    are the examples in the rows. A row beyond them only fills the shape: its source is eos alone
-    and its target length 0. `target_tokens` counts the global batch, over all processes: dividing
-    by it makes losses independent of their number. `position` is where to go on after this batch.
+    There may be fewer examples than rows. A row without an example has the source eos and the
+    target length 0.
     """
 
     source: Tensor
+    """Source ids, each row ending with eos, [B, S]."""
     source_lengths: Tensor
+    """Lengths without padding, [B]."""
     target_in: Tensor
+    """Decoder input, each row starting with bos, [B, T]."""
     target_out: Tensor
+    """Decoder output, each row ending with eos, [B, T]."""
     target_lengths: Tensor
+    """Lengths without padding, [B]."""
     examples: Int64s
+    """Indices of the examples in the first rows, [at most B]."""
     target_tokens: int
+    """Target tokens of the global batch. Losses divided by it do not depend on the world size."""
     position: Position
+    """Position after this batch."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`; copies from pinned memory do not block."""
+        """Copy to `device`; copies from pinned memory do not block."""
         return self.with_tensors([t.to(device, non_blocking=True) for t in self.tensors()])
 
     def pin(self) -> "Batch":
-        """The same batch in page-locked memory."""
+        """Copy to page-locked memory."""
         return self.with_tensors([tensor.pin_memory() for tensor in self.tensors()])
 
     def tensors(self) -> list[Tensor]:
-        """The tensors, in the order of their fields."""
+        """The five tensors, in the order of their fields."""
         return [getattr(self, name) for name in _TENSOR_FIELDS]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Batch":
-        """The same batch with other tensors, in the order of `tensors()`."""
+        """A copy with other tensors, in the order of `tensors()`."""
         return replace(self, **dict(zip(_TENSOR_FIELDS, tensors, strict=True)))  # type: ignore[arg-type]
 
 
@@ -82,13 +88,13 @@ class BatchPlan:
         return len(self.bounds)
 
     def __getitem__(self, index: int) -> Int64s:
-        """Examples of batch `index`; their order is part of the plan."""
+        """Indices of the examples of batch `index`, in order."""
         first, end = self.bounds[index]
         return self.order[first:end]
 
 
 class Batches:
-    """Batches over examples of a corpus; `plan` and everything after it are pure functions."""
+    """Batches of the examples of a corpus. All methods are deterministic and have no state."""
 
     def __init__(
         self,
@@ -100,14 +106,19 @@ class Batches:
         fixed_shapes: bool = False,
         buckets: Sequence[int] | None = None,
     ) -> None:
-        """Group the examples `spans` [n, 2] into batches of at most `batch_tokens` ids a side.
+        """Group examples into batches.
 
-        Padding counts. `buckets` are the lengths to round up to (default: `ladder`). With
-        `fixed_shapes` all batches of a bucket have one shape, rows without an example filling the
-        last; otherwise batches are trimmed to their longest example.
+        Args:
+            corpus: Encoded sentences.
+            spans: First and last + 1 sentence of each example, [n, 2].
+            batch_tokens: Most ids of a batch on either side, padding included.
+            seed: Seed of the order.
+            fixed_shapes: Give all batches of a bucket the same shape; the last one may have rows
+                without an example. Otherwise batches are trimmed to their longest example.
+            buckets: Lengths to pad to; default: `ladder` of the longest example.
         """
         if not len(spans):
-            raise UserError("there is no example to form batches of")
+            raise UserError("there are no examples to form batches of")
         self.corpus, self.spans = corpus, spans
         self.seed, self.fixed_shapes = seed, fixed_shapes
         self.source_lengths = corpus.source.lengths(spans)
@@ -119,8 +130,8 @@ class Batches:
             raise UserError(f"the longest bucket is {self.buckets[-1]}, an example has {longest}")
         if self.buckets[-1] > batch_tokens:
             raise UserError(
-                f"batch_tokens is {batch_tokens}, allowed is at least {self.buckets[-1]}, the "
-                "padded length of the longest example"
+                f"batch_tokens must be at least {self.buckets[-1]}, the padded length of the "
+                f"longest example, got {batch_tokens}"
             )
         self._bucket = np.searchsorted(self.buckets, lengths)
         fitting = batch_tokens // self.buckets
@@ -129,8 +140,8 @@ class Batches:
         self.rows = np.where(whole > 0, whole, fitting)
 
     def plan(self, epoch: int) -> BatchPlan:
-        """The batches of one epoch: every example once, in an order drawn from seed and epoch."""
-        # Raw bits of a named generator: numpy promises this stream for all versions to come.
+        """Batches of one epoch: every example once, in an order given by the seed and the epoch."""
+        # NumPy guarantees the raw bits of a named generator for all future versions.
         bits = np.random.PCG64(np.random.SeedSequence((self.seed, epoch)))
         order = np.lexsort((bits.random_raw(len(self.spans)), self._bucket))
         ends = np.cumsum(np.bincount(self._bucket, minlength=len(self.buckets)))
@@ -147,7 +158,7 @@ class Batches:
     def epoch(
         self, epoch: int, first: int = 0, *, rank: int = 0, world: int = 1
     ) -> Iterator[Batch]:
-        """Yield the batches of one epoch from index `first` on, as process `rank` of `world`."""
+        """Yield the batches of one epoch from index `first`, as rank `rank` of `world`."""
         plan = self.plan(epoch)
         for index in range(first, len(plan)):
             position = (epoch, index + 1) if index + 1 < len(plan) else (epoch + 1, 0)
@@ -156,7 +167,7 @@ class Batches:
     def endless(
         self, position: Position = (0, 0), *, rank: int = 0, world: int = 1
     ) -> Iterator[Batch]:
-        """Yield batches from `position` on, epoch after epoch."""
+        """Yield batches without end, epoch after epoch, starting at `position`."""
         first = position[1]
         for epoch in count(position[0]):
             yield from self.epoch(epoch, first, rank=rank, world=world)
@@ -166,7 +177,7 @@ class Batches:
         self, plan: BatchPlan, index: int, position: Position, rank: int, world: int
     ) -> Batch:
         members = plan[index]
-        # Shapes come from the global batch, so that all processes agree on them.
+        # Shapes come from the global batch, so that they are equal on all ranks.
         if self.fixed_shapes:
             bucket = plan.buckets[index]
             rows, widths = self.rows[bucket], [int(self.buckets[bucket])] * 2
@@ -174,14 +185,14 @@ class Batches:
             sides = (self.source_lengths, self.target_lengths)
             rows, widths = len(members), [int(lengths[members].max()) for lengths in sides]
         rows = -(-int(rows) // world)
-        mine = members[rank::world]
-        spans = self.spans[mine]
+        local = members[rank::world]
+        spans = self.spans[local]
         source, source_lengths = _gather(self.corpus.source, spans, rows, widths[0])
-        source[len(mine) :, 0], source_lengths[len(mine) :] = EOS, 1
+        source[len(local) :, 0], source_lengths[len(local) :] = EOS, 1
         target_out, target_lengths = _gather(self.corpus.target, spans, rows, widths[1])
         target_in = np.full_like(target_out, PAD)
-        target_in[: len(mine), 0] = BOS
-        # Shifted by one; the end mark falls off.
+        target_in[: len(local), 0] = BOS
+        # Shifted right by one, without the end token.
         inside = np.arange(1, widths[1]) < target_lengths[:, None]
         target_in[:, 1:][inside] = target_out[:, :-1][inside]
         return Batch(
@@ -190,14 +201,14 @@ class Batches:
             torch.from_numpy(target_in),
             torch.from_numpy(target_out),
             torch.from_numpy(target_lengths),
-            examples=mine,
+            examples=local,
             target_tokens=int(self.target_lengths[members].sum()),
             position=position,
         )
 
 
 def ladder(longest: int, *, per_octave: int = 4, multiple: int = 8) -> list[int]:
-    """Bucket lengths up to `longest`, a few for each doubling, all multiples of `multiple`.
+    """Bucket lengths up to `longest`, `per_octave` for each doubling, multiples of `multiple`.
 
     `ladder(100)` is [8, 16, 24, 32, 40, 48, 56, 64, 80, 88, 104].
     """
@@ -207,7 +218,7 @@ def ladder(longest: int, *, per_octave: int = 4, multiple: int = 8) -> list[int]
 
 
 def pad_sources(sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ids to translate, as the encoder saw them in training: [B, S] ending with eos, and [B]."""
+    """Append eos to source ids and pad them: ids [B, S] and lengths [B]."""
     lengths = [len(ids) + 1 for ids in sources]
     padded = torch.full((len(sources), max(lengths, default=0)), PAD)
     for row, ids in enumerate(sources):
@@ -216,9 +227,9 @@ def pad_sources(sources: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def prefetch(batches: Iterable[Batch], *, depth: int = 4, pin: bool = False) -> Iterator[Batch]:
-    """Yield `batches` unchanged and in order while a thread prepares (and pins) the next ones.
+    """Yield `batches` in order while a thread prepares (and pins) up to `depth` batches ahead.
 
-    A batch carries its own position, so running ahead does not disturb resuming.
+    Every batch has its own position, so reading ahead does not affect resumption.
     """
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
@@ -253,12 +264,12 @@ def prefetch(batches: Iterable[Batch], *, depth: int = 4, pin: bool = False) -> 
 
 
 def _gather(side: Side, spans: Int64s, rows: int, width: int) -> tuple[Int64s, Int64s]:
-    """Ids of `spans` [n, 2], each ending with eos, padded to [rows, width]; and lengths [rows]."""
+    """Ids of `spans` [n, 2], each ending with eos, padded to [rows, width], and lengths [rows]."""
     filled = len(spans)
     lengths = np.zeros(rows, dtype=np.int64)
     lengths[:filled] = side.lengths(spans)
     inside = np.arange(width) < lengths[:, None]
-    # Row r reads tokens from its start on; boolean indexing walks the rows in the same order.
+    # Tokens of row r are consecutive, and boolean indexing visits the rows in order.
     columns = np.broadcast_to(np.arange(width), inside.shape)[inside]
     starts = np.repeat(side.offsets[spans[:, 0]], lengths[:filled])
     ids = np.full((rows, width), PAD, dtype=np.int64)

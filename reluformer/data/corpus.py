@@ -1,12 +1,13 @@
-"""Encoded corpora: all sentences of both sides as two long arrays, on disk or in memory.
+"""Encoded corpora: all sentences of each side in one array, on disk or in memory.
 
-Each side is `tokens`, the ids of all sentences with one `sep` after each, and `offsets`, where each
-sentence starts. Sentences i to j-1 are therefore one slice, `tokens[offsets[i] : offsets[j]]`, with
-separators between them and one id to spare for an end mark: forming a document copies nothing.
-`documents` holds the first sentence of each document and ends with the number of sentences.
+Each side has `tokens`, the ids of all sentences with one `sep` after each, and `offsets`, the start
+of each sentence. Sentences i to j-1 are therefore one slice, `tokens[offsets[i] : offsets[j]]`,
+with separators between them and one more id, which is replaced by the end token. A document is
+formed without copying. `documents` holds the first sentence of each document, and last the number
+of sentences.
 
-On disk the arrays are plain little-endian files beside a manifest of their sizes and checksums. The
-folder gets its name when it is whole; readers map the files and keep nothing in memory.
+On disk, the arrays are little-endian files beside a manifest with their sizes and checksums. The
+folder appears when it is complete. Readers memory-map the files.
 """
 
 import hashlib
@@ -34,10 +35,12 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Side:
-    """One language of a corpus: `tokens` [all ids], `offsets` [sentences + 1]."""
+    """One language of a corpus."""
 
     tokens: Ids
+    """Ids of all sentences, with `sep` after each."""
     offsets: Int64s
+    """Start of each sentence in `tokens`, and the end of the last, [sentences + 1]."""
 
     def sentence(self, index: int) -> list[int]:
         """Ids of one sentence, without its separator."""
@@ -45,18 +48,19 @@ class Side:
         return ids
 
     def lengths(self, spans: Int64s) -> Int64s:
-        """Ids in each span of sentences, an end mark included; spans [n, 2], result [n]."""
+        """Number of ids of each span of sentences, end token included; spans [n, 2], result [n]."""
         lengths: Int64s = self.offsets[spans[:, 1]] - self.offsets[spans[:, 0]]
         return lengths
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Aligned sentences of two languages; `documents` [documents + 1] counts in sentences."""
+    """Aligned sentences of two languages."""
 
     source: Side
     target: Side
     documents: Int64s
+    """First sentence of each document, and last the number of sentences, [documents + 1]."""
     vocab_size: int
     tokenizer_sha256: str
 
@@ -66,7 +70,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Corpus":
-        """Map a corpus that `write_corpus` finished; file sizes are held against the manifest."""
+        """Memory-map a corpus that `write_corpus` wrote; file sizes are checked."""
         folder = Path(folder)
         manifest = read_manifest(folder, FORMAT)
         try:
@@ -85,12 +89,12 @@ class Corpus:
     def in_memory(
         cls, documents: Iterable[Sequence[tuple[str, str]]], tokenizer: Tokenizer
     ) -> "Corpus":
-        """Encode documents of (source, target) pairs; a lone sentence is a document of one."""
+        """Encode documents, each a list of (source, target) sentence pairs."""
         listed = [document for document in documents if document]
 
         def side(index: int) -> Side:
             texts = [pair[index] for document in listed for pair in document]
-            tokens, lengths = _flatten(tokenizer.encode_batch(texts), id_type(tokenizer))
+            tokens, lengths = _flatten(tokenizer.encode_batch(texts), id_dtype(tokenizer))
             return Side(tokens, _starts(lengths))
 
         sizes = np.array([len(document) for document in listed], dtype=np.int64)
@@ -98,10 +102,10 @@ class Corpus:
 
 
 class CorpusWriter:
-    """Appends encoded sentences to the files of one corpus; made by `write_corpus`."""
+    """Appends encoded sentences to the files of one corpus; `write_corpus` creates it."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        ids, counts = id_type(tokenizer), np.dtype("<i8")
+        ids, counts = id_dtype(tokenizer), np.dtype("<i8")
         self._folder = folder
         self._tokenizer = tokenizer
         self._sides = [
@@ -116,7 +120,7 @@ class CorpusWriter:
     def add(
         self, sources: list[list[int]], targets: list[list[int]], documents: Sequence[int]
     ) -> None:
-        """Append aligned sentences; `documents` gives each one's document, numbered from 0 up."""
+        """Append aligned sentences; `documents` are their document numbers, from 0, ascending."""
         assert len(sources) == len(targets) == len(documents)
         for (tokens, offsets), sentences in zip(self._sides, (sources, targets), strict=True):
             flat, lengths = _flatten(sentences, tokens.dtype)
@@ -128,7 +132,7 @@ class CorpusWriter:
         self.sentences += len(documents)
 
     def finish(self) -> dict[str, Any]:
-        """Complete the arrays, write the manifest last, and return it."""
+        """Complete the arrays, then write the manifest; return it."""
         documents = self._documents.size
         for tokens, offsets in self._sides:
             offsets.append(np.array([tokens.size], dtype=np.int64))
@@ -137,7 +141,7 @@ class CorpusWriter:
             "format": FORMAT,
             "sentences": self.sentences,
             "documents": documents,
-            # Separators not counted.
+            # Without separators.
             "source_tokens": self._sides[0][0].size - self.sentences,
             "target_tokens": self._sides[1][0].size - self.sentences,
             "vocab_size": self._tokenizer.vocab_size,
@@ -148,14 +152,14 @@ class CorpusWriter:
         return manifest
 
     def close(self) -> None:
-        """Close the files, finished or not."""
+        """Close the files, complete or not."""
         for array in self._arrays:
             array.file.close()
 
 
 @contextmanager
 def write_corpus(folder: Path | str, tokenizer: Tokenizer) -> Iterator[CorpusWriter]:
-    """Yield a writer; `folder` appears, whole, when the block succeeds, and not otherwise."""
+    """Yield a writer; the complete `folder` appears when the block succeeds."""
     with (
         atomic_folder(Path(folder)) as partial,
         closing(CorpusWriter(partial, tokenizer)) as writer,
@@ -164,32 +168,32 @@ def write_corpus(folder: Path | str, tokenizer: Tokenizer) -> Iterator[CorpusWri
         writer.finish()
 
 
-def read_manifest(folder: Path, form: str) -> dict[str, Any]:
-    """Read the manifest of a finished folder and make sure that its format is `form`."""
+def read_manifest(folder: Path, format: str) -> dict[str, Any]:
+    """Read the manifest of a complete folder and check its format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         if not folder.exists():
-            raise UserError(f"{folder} does not exist; `reluformer prepare` makes it") from None
+            raise UserError(f"{folder} does not exist; `reluformer prepare` creates it") from None
         raise UserError(
-            f"{folder} holds no finished {form}: {MANIFEST} is missing; prepare it again"
+            f"{folder} is not a complete {format}: {MANIFEST} is missing; prepare it again"
         ) from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from None
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != form:
-        raise UserError(f"{path} has format {found!r}, allowed is {form!r}; prepare it again")
+    actual = manifest.get("format") if isinstance(manifest, dict) else None
+    if actual != format:
+        raise UserError(f"{path} has format {actual!r}, allowed is {format!r}; prepare it again")
     return dict(manifest)
 
 
-def id_type(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id."""
+def id_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Smallest unsigned integer type that holds every id."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
 class _Array:
-    """An array that grows on disk."""
+    """An array on disk that grows by appending."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.path = path
@@ -212,19 +216,19 @@ class _Array:
 def _map(path: Path, entry: dict[str, Any]) -> NDArray[Any]:
     dtype, size = np.dtype(entry["type"]), entry["size"]
     expected = size * dtype.itemsize
-    found = path.stat().st_size if path.is_file() else None
-    if found != expected:
-        state = "is missing" if found is None else f"has {found} bytes"
+    actual = path.stat().st_size if path.is_file() else None
+    if actual != expected:
+        state = "is missing" if actual is None else f"has {actual} bytes"
         raise UserError(f"{path} {state}, but its manifest says {expected}; prepare it again")
     if not size:
         # An empty file cannot be mapped.
         return np.empty(0, dtype)
-    # The plain view is mapped all the same, and faster to index than the subclass.
+    # A plain view is still memory-mapped, and faster to index than the memmap subclass.
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(size,)))
 
 
 def _flatten(sentences: list[list[int]], dtype: np.dtype[Any]) -> tuple[Ids, Int64s]:
-    """All ids in a row with `sep` after each sentence, and the lengths, separators included."""
+    """Ids of all sentences with `sep` after each, and the lengths with separators."""
     lengths = np.array([len(sentence) + 1 for sentence in sentences], dtype=np.int64)
     flat = np.full(int(lengths.sum()), SEP, dtype=dtype)
     ends = np.cumsum(lengths) - 1
@@ -235,5 +239,5 @@ def _flatten(sentences: list[list[int]], dtype: np.dtype[Any]) -> tuple[Ids, Int
 
 
 def _starts(lengths: Int64s) -> Int64s:
-    """Where each of consecutive pieces starts, and where the last ends: [n] to [n + 1]."""
+    """Start of each of n consecutive pieces, and the end of the last, [n + 1]."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])

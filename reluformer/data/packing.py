@@ -1,8 +1,8 @@
-"""Cutting a corpus into training examples: spans of consecutive sentences.
+"""Training examples of a corpus: spans of consecutive sentences.
 
-A span [first, end) counts in sentences. Its length on a side is its ids with separators between
-sentences and one end mark (or, for the decoder's input, one start mark); its length is the larger
-of both sides.
+A span [first, end) counts sentences. Its length on one side is its number of ids with separators
+between sentences and one end token (or, for the decoder input, one start token). Its length is the
+larger of both sides.
 """
 
 from dataclasses import dataclass
@@ -14,39 +14,41 @@ from reluformer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Examples of a corpus.
-
-    `spans` [examples, 2] are half-open and in order. `oversized` are the sentences longer than the
-    limit, which stand alone in their span; `excluded` those longer than the hard cap, which are in
-    no span. Every other sentence is in exactly one.
-    """
+class ExampleSpans:
+    """Training examples of a corpus. Every sentence that is not excluded is in exactly one span."""
 
     spans: Int64s
+    """First and last + 1 sentence of each example, in order, [examples, 2]."""
     oversized: Int64s
+    """Sentences longer than the limit, each an example of its own."""
     excluded: Int64s
+    """Sentences longer than the cap, in no example."""
 
     def describe(self) -> str:
-        """One line for logs: how many examples, and what did not fit."""
+        """One line for logs: number of examples, oversized and excluded sentences."""
         text = f"{len(self.spans)} examples"
         if len(self.oversized):
-            text += f", {len(self.oversized)} of one sentence beyond the limit"
+            text += f", {len(self.oversized)} of them one sentence beyond the limit"
         if len(self.excluded):
-            text += f", {len(self.excluded)} sentences excluded beyond the cap"
+            text += f"; {len(self.excluded)} sentences beyond the cap are excluded"
         return text
 
 
-def pack(
+def pack_sentences(
     corpus: Corpus, limit: int, *, cap: int | None = None, cross_documents: bool = False
-) -> Packing:
-    """Join as many consecutive sentences as fit into `limit` ids on either side.
+) -> ExampleSpans:
+    """Pack consecutive sentences greedily into examples of at most `limit` ids on either side.
 
-    Spans end with their document unless `cross_documents`. A single sentence longer than `limit`
-    stays alone up to `cap` ids (default: twice the limit) and is excluded beyond.
+    Args:
+        corpus: Encoded sentences.
+        limit: Most ids of an example.
+        cap: Most ids of a sentence. A sentence between `limit` and `cap` is an example of its own;
+            longer ones are excluded. Default: twice the limit.
+        cross_documents: Let examples extend across the borders of documents.
     """
     cap = 2 * limit if cap is None else cap
     if not 2 <= limit <= cap:
-        raise UserError(f"limit is {limit} and cap is {cap}, allowed is 2 <= limit <= cap")
+        raise UserError(f"limit and cap must satisfy 2 <= limit <= cap, got {limit} and {cap}")
     count = len(corpus)
     if cross_documents:
         ends = np.full(count, count, dtype=np.int64)
@@ -54,31 +56,31 @@ def pack(
         ends = np.repeat(corpus.documents[1:], np.diff(corpus.documents))
     for side in (corpus.source, corpus.target):
         offsets = np.asarray(side.offsets)
-        # The last sentence that still fits when starting at each sentence.
+        # End of the longest span that fits, for each first sentence.
         fits = np.searchsorted(offsets, offsets[:-1] + limit, side="right") - 1
         ends = np.minimum(ends, fits)
     alone = ends <= np.arange(count)
     ends[alone] += 1
-    return _packing(corpus, _chain(ends), limit, cap)
+    return _example_spans(corpus, _chain(ends), limit, cap)
 
 
-def sentences(corpus: Corpus, cap: int) -> Packing:
-    """Every sentence on its own; those longer than `cap` ids are excluded."""
+def single_sentences(corpus: Corpus, cap: int) -> ExampleSpans:
+    """Every sentence as an example of its own; sentences longer than `cap` ids are excluded."""
     first = np.arange(len(corpus), dtype=np.int64)
-    return _packing(corpus, np.stack([first, first + 1], axis=1), cap, cap)
+    return _example_spans(corpus, np.stack([first, first + 1], axis=1), cap, cap)
 
 
 def _chain(ends: Int64s) -> Int64s:
-    # Follows the greedy choice from the first sentence to the last.
-    jumps, first, spans = ends.tolist(), 0, []
-    while first < len(jumps):
-        spans.append((first, jumps[first]))
-        first = jumps[first]
+    """Consecutive spans from the first sentence; `ends` [n] is the end of a span by its start."""
+    end_of, first, spans = ends.tolist(), 0, []
+    while first < len(end_of):
+        spans.append((first, end_of[first]))
+        first = end_of[first]
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 
-def _packing(corpus: Corpus, spans: Int64s, limit: int, cap: int) -> Packing:
+def _example_spans(corpus: Corpus, spans: Int64s, limit: int, cap: int) -> ExampleSpans:
     lengths = np.maximum(corpus.source.lengths(spans), corpus.target.lengths(spans))
     oversized = (lengths > limit) & (lengths <= cap)
     excluded = lengths > cap
-    return Packing(spans[~excluded], spans[oversized, 0], spans[excluded, 0])
+    return ExampleSpans(spans[~excluded], spans[oversized, 0], spans[excluded, 0])

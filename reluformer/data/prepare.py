@@ -1,9 +1,9 @@
-"""From text files to a prepared folder: tokenizer, encoded splits, plain dev and test text.
+"""Preparation of text files for training: tokenizer, encoded splits, plain dev and test text.
 
-A prepared folder holds `tokenizer.json`, a corpus folder for each split, the text of every split
+A prepared folder contains `tokenizer.json`, a corpus folder for each split, the text of every split
 but train (`dev.source.txt`, `dev.target.txt`, ...) for scoring, and a manifest. Text is streamed
-twice: the first pass checks and counts every line and samples some for the tokenizer, the second
-encodes. The folder gets its name when all is done.
+twice: the first pass checks and counts all lines and samples some for the tokenizer, the second
+pass encodes. The folder appears when it is complete.
 """
 
 import re
@@ -24,27 +24,28 @@ from reluformer.files import atomic_folder, remove_partials, sha256, write_json
 FORMAT = "reluformer prepared data 1"
 VOCAB_SIZE = 16_000
 
-# Called with what is done, the total where it is known, and a word on what goes on.
 Progress = Callable[[int, int | None, str], None]
+"""Called with the number of finished sentences, their total if known, and the current activity."""
 Splits = Mapping[str, Sequence[TextPair]]
+"""Text files of each split, by name."""
 
 _TOKENIZER = "tokenizer.json"
 _CHUNK = 8192
-# Enough that a larger sample hardly changes the vocabulary, and small in memory.
+# A larger sample hardly changes the vocabulary, and this one is small in memory.
 _SAMPLE_PAIRS = 200_000
 _SAMPLE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A finished prepared folder."""
+    """A complete prepared folder."""
 
     folder: Path
     manifest: dict[str, Any]
 
     @classmethod
     def open(cls, folder: Path | str) -> "Prepared":
-        """Read the manifest of a folder that `prepare` finished."""
+        """Read the manifest of a folder that `prepare` completed."""
         return cls(Path(folder), read_manifest(Path(folder), FORMAT))
 
     @property
@@ -53,11 +54,11 @@ class Prepared:
         return list(self.manifest["splits"])
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that all splits are encoded with."""
+        """Load the tokenizer of all splits."""
         return Tokenizer.load(self.folder / _TOKENIZER)
 
     def corpus(self, split: str) -> Corpus:
-        """An encoded split, memory-mapped."""
+        """Memory-map an encoded split."""
         self._check(split, self.splits)
         return Corpus.open(self.folder / split)
 
@@ -69,7 +70,9 @@ class Prepared:
 
     def _check(self, split: str, allowed: list[str]) -> None:
         if split not in allowed:
-            raise UserError(f"split is {split!r}, but {self.folder} has {', '.join(allowed)}")
+            raise UserError(
+                f"split must be one of {', '.join(allowed)} in {self.folder}, got {split!r}"
+            )
 
 
 def prepare(
@@ -81,19 +84,28 @@ def prepare(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Encode the aligned files of each split into `folder`; `train` must be among the splits.
+    """Tokenise and encode the aligned files of each split.
 
-    The tokenizer is learnt from `train` with `vocab_size` ids (default 16,000), or read from the
-    file `tokenizer`. A folder finished from the same files and options is returned as it is; one
-    prepared from others is only replaced with `overwrite`.
+    A folder that was completed from the same files and options is returned unchanged.
+
+    Args:
+        folder: Folder to write; it appears when it is complete.
+        splits: Text files of each split; `train` must be among them.
+        vocab_size: Size of the vocabulary that is learnt from `train`; default 16,000.
+        tokenizer: Tokenizer file to use instead of learning one.
+        overwrite: Replace a folder that was prepared from other files or options.
+        progress: Receives the progress.
+
+    Raises:
+        UserError: An argument is invalid, a text file is faulty, or `folder` is in use.
     """
     folder = Path(folder)
     request = _request(splits, vocab_size, tokenizer)
     if folder.exists():
-        found = _existing(folder)
-        if found is not None and found.manifest.get("request") == request:
-            return found
-        if found is not None and not overwrite:
+        existing = _existing(folder)
+        if existing is not None and existing.manifest.get("request") == request:
+            return existing
+        if existing is not None and not overwrite:
             raise UserError(
                 f"{folder} was prepared from other files or options; choose another folder or "
                 "overwrite it"
@@ -113,7 +125,7 @@ def _build(
     tokenizer: Path | str | None,
     report: Progress,
 ) -> dict[str, Any]:
-    """Fill `folder`, the manifest last; returns the manifest."""
+    """Fill `folder`, write the manifest last, and return it."""
     counts, sample = _survey(splits, report, sampling=tokenizer is None)
     if tokenizer is None:
         report(0, None, "learning the vocabulary")
@@ -126,7 +138,7 @@ def _build(
     described = {}
     for split, pairs in splits.items():
         sentences, documents = counts[split]
-        # Documents of one sentence each need no marks between them.
+        # No marks are needed if every document has one sentence.
         marked = documents < sentences
         if split != "train":
             grouped = groupby(_sentences(pairs), key=lambda sentence: sentence.document)
@@ -154,18 +166,22 @@ def _silent(done: int, total: int | None, text: str) -> None:
 def _request(
     splits: Splits, vocab_size: int | None, tokenizer: Path | str | None
 ) -> dict[str, Any]:
-    """Check what can be checked at once; return what makes two preparations the same."""
+    """Check the arguments; return a description that is equal for equal preparations."""
     if "train" not in splits:
-        raise UserError(f"splits are {', '.join(splits) or 'none'}, but train must be among them")
+        raise UserError(f"splits must include train, got {', '.join(splits) or 'none'}")
     for split, pairs in splits.items():
         if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]*", split):
-            raise UserError(f"split is {split!r}, allowed are letters, digits, '.', '_' and '-'")
+            raise UserError(
+                f"split must consist of letters, digits, '.', '_' and '-', got {split!r}"
+            )
         if not pairs:
             raise UserError(f"split {split} has no files")
     if vocab_size is not None and tokenizer is not None:
-        raise UserError(f"vocab_size is {vocab_size}, but the tokenizer {tokenizer} has its own")
+        raise UserError(
+            f"vocab_size must not be given with tokenizer {tokenizer}, got {vocab_size}"
+        )
     if vocab_size is not None and vocab_size < MIN_VOCAB:
-        raise UserError(f"vocab_size is {vocab_size}, allowed is at least {MIN_VOCAB}")
+        raise UserError(f"vocab_size must be at least {MIN_VOCAB}, got {vocab_size}")
     return {
         "vocab_size": VOCAB_SIZE if tokenizer is None and vocab_size is None else vocab_size,
         "tokenizer": None if tokenizer is None else _identity(Path(tokenizer)),
@@ -195,7 +211,7 @@ def _identity(path: Path | str) -> dict[str, str]:
 
 
 def _existing(folder: Path) -> Prepared | None:
-    """What was prepared in `folder` before; refuses to touch a folder of anything else."""
+    """Prepared data in `folder`, None if it is empty; any other folder is refused."""
     if folder.is_dir() and not any(folder.iterdir()):
         return None
     if (folder / MANIFEST).is_file():
@@ -204,7 +220,7 @@ def _existing(folder: Path) -> Prepared | None:
 
 
 def _sentences(pairs: Sequence[TextPair]) -> Iterator[Sentence]:
-    """The sentences of all files of a split, documents numbered through."""
+    """Yield the sentences of all files of a split, with consecutive document numbers."""
     base = 0
     for files in pairs:
         last = -1
@@ -217,10 +233,10 @@ def _sentences(pairs: Sequence[TextPair]) -> Iterator[Sentence]:
 def _survey(
     splits: Splits, report: Progress, *, sampling: bool
 ) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Read everything once: (sentences, documents) by split, and lines to learn from."""
+    """Read all text once: (sentences, documents) of each split, and sample lines of train."""
     counts = {}
     sample: list[tuple[str, str]] = []
-    rng, read = Random(0), 0
+    rng, lines_read = Random(0), 0
     for split, pairs in splits.items():
         sentences, documents, latest = 0, 0, -1
         for source, target, document in _sentences(pairs):
@@ -230,9 +246,9 @@ def _survey(
             documents += document != latest
             latest = document
             sentences += 1
-            read += 1
-            if read % _CHUNK == 0:
-                report(read, None, f"checking {split}")
+            lines_read += 1
+            if lines_read % _CHUNK == 0:
+                report(lines_read, None, f"checking {split}")
         if not sentences:
             names = ", ".join(str(files.source) for files in pairs)
             raise UserError(f"split {split} has no sentence in {names}")
@@ -241,7 +257,7 @@ def _survey(
 
 
 def _keep(sample: list[tuple[str, str]], pair: tuple[str, str], seen: int, rng: Random) -> None:
-    # Reservoir sampling: of all pairs seen, each is in the sample with the same probability.
+    # Reservoir sampling: every pair seen so far is in the sample with the same probability.
     if len(sample) < _SAMPLE_PAIRS:
         sample.append(pair)
     elif (slot := rng.randrange(seen + 1)) < _SAMPLE_PAIRS:

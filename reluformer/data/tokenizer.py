@@ -1,9 +1,9 @@
-"""Joint byte-pair encoding for both languages, exact in both directions.
+"""Joint byte-level BPE for both languages, lossless in both directions.
 
-Text is cut into words by a regular expression, words into their UTF-8 bytes, and bytes are merged
-as learnt. All 256 bytes are in the vocabulary and nothing is normalised, so there is no unknown
-character and `decode(encode(text)) == text` for every text, spaces, emoji and control characters
-included. Four ids are special; text never encodes to them, whatever it spells.
+A regular expression splits text into words, and learnt merges combine the UTF-8 bytes of a word.
+All 256 bytes are in the vocabulary and text is not normalised, so there are no unknown characters
+and `decode(encode(text)) == text` for every text, including spaces, emoji and control characters.
+Four ids are special; no text is encoded to them.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from reluformer.errors import UserError
 from reluformer.files import write_text
 
 PAD, BOS, EOS, SEP = range(4)
-# Names of the special ids in the vocabulary file. The quotation marks do not occur in the alphabet
-# that stands for bytes, so no sequence of merges can spell one.
+# Names of the special ids in the vocabulary file. The quotation marks are not in the byte-level
+# alphabet, so no sequence of merges can produce such a name.
 _SPECIALS = ("‹pad›", "‹bos›", "‹eos›", "‹sep›")
 MIN_VOCAB = len(_SPECIALS) + 256
 
-# Words with the space before them, English clitics, runs of digits and of other signs. The bounds
-# keep the time for a line without any space proportional to its length. They also make numbers
+# Words with the space before them, English clitics, runs of digits and of other characters. The
+# bounds keep the time for a line without spaces proportional to its length, and split numbers into
 # groups of at most three digits.
 _WORDS = "|".join(
     (
@@ -35,20 +35,20 @@ _WORDS = "|".join(
         r"\s{1,16}",
     )
 )
-# Ids of frequent words are kept rather than computed again, for so many words of such a length.
-_KNOWN_WORDS = 250_000
-_KNOWN_CHARACTERS = 64
-# Longer lines teach no more words, but could fill the memory.
+# Size of the cache of word ids: number of words, and longest cached word.
+_CACHED_WORDS = 250_000
+_CACHED_CHARACTERS = 64
+# Longer training lines are truncated: they add few words, but could fill the memory.
 _TRAINING_CHARACTERS = 4000
 
 
 class Tokenizer:
-    """A learnt vocabulary: text to ids and back. Ids 0 to 3 are pad, bos, eos and sep."""
+    """Byte-level BPE tokenizer. Ids 0 to 3 are pad, bos, eos and sep."""
 
     pad, bos, eos, sep = PAD, BOS, EOS, SEP
 
     def __init__(self, specification: str) -> None:
-        """Build from the JSON text that `save` writes."""
+        """Create a tokenizer from the JSON text that `save` writes."""
         self._bpe: Any = _library().Tokenizer.from_str(specification)
         self._first = _Words(self._bpe)
         self._inner = _Words(self._bpe, " ").__getitem__
@@ -58,19 +58,20 @@ class Tokenizer:
 
     @classmethod
     def train(cls, lines: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn at most `vocab_size` ids from `lines`; the same lines give the same vocabulary.
+        """Learn a vocabulary of at most `vocab_size` ids from `lines`, deterministically.
 
-        Fewer ids come out when the lines have no more repeated pairs to merge.
+        The vocabulary is smaller if the lines have too few repeated pairs to merge.
         """
         if vocab_size < MIN_VOCAB:
             raise UserError(
-                f"vocab_size is {vocab_size}, but the bytes and special ids alone are {MIN_VOCAB}"
+                f"vocab_size must be at least {MIN_VOCAB}, the bytes and special ids, got "
+                f"{vocab_size}"
             )
         library = _library()
-        cut = library.pre_tokenizers.Split(library.Regex(_WORDS), "isolated")
+        split = library.pre_tokenizers.Split(library.Regex(_WORDS), "isolated")
         byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         bpe = library.Tokenizer(library.models.BPE())
-        bpe.pre_tokenizer = library.pre_tokenizers.Sequence([cut, byte_level])
+        bpe.pre_tokenizer = library.pre_tokenizers.Sequence([split, byte_level])
         bpe.decoder = library.decoders.ByteLevel()
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -87,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> "Tokenizer":
-        """Read what `save` wrote."""
+        """Load a tokenizer that `save` wrote."""
         try:
             tokenizer = cls(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -96,7 +97,7 @@ class Tokenizer:
         except Exception as error:
             raise UserError(f"{path} is not a tokenizer: {error}") from None
         if [tokenizer._bpe.id_to_token(special) for special in range(4)] != list(_SPECIALS):
-            raise UserError(f"{path} is not one of our tokenizers: ids 0 to 3 must be {_SPECIALS}")
+            raise UserError(f"{path} must have the ids 0 to 3 for {', '.join(_SPECIALS)}")
         return tokenizer
 
     def save(self, path: Path | str) -> None:
@@ -108,43 +109,47 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text. Ordinary text goes word by word through a table, the rest in full."""
+        """Ids of each text. Text with single spaces is looked up word by word in a cache."""
         split = [text.split() for text in texts]
-        # With single spaces and no other white space every match of `_WORDS` lies in one word.
-        usual = [
+        # With single spaces and no other white space, no match of `_WORDS` spans two words.
+        is_cacheable = [
             bool(words) and " ".join(words) == text
             for words, text in zip(split, texts, strict=True)
         ]
-        unusual = [text for text, known in zip(texts, usual, strict=True) if not known]
+        others = [
+            text for text, cacheable in zip(texts, is_cacheable, strict=True) if not cacheable
+        ]
         try:
-            computed = iter(self._bpe.encode_batch_fast(unusual, add_special_tokens=False))
+            computed = iter(self._bpe.encode_batch_fast(others, add_special_tokens=False))
             return [
                 [*self._first[words[0]], *chain.from_iterable(map(self._inner, words[1:]))]
-                if known
+                if cacheable
                 else next(computed).ids
-                for words, known in zip(split, usual, strict=True)
+                for words, cacheable in zip(split, is_cacheable, strict=True)
             ]
         except TypeError:
-            # The library cannot take text that is not Unicode.
+            # The library refuses text with lone surrogates.
             bad = next((text for text in texts if not _is_unicode(text)), None)
             if bad is None:
                 raise
-            raise UserError(f"text {bad[:40]!r} has a lone surrogate, no character") from None
+            raise UserError(
+                f"text {bad[:40]!r} has a lone surrogate, which is not a character"
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special ids left out; bytes that are not UTF-8 become U+FFFD."""
+        """Text of `ids` without special ids; bytes that are not UTF-8 become U+FFFD."""
         text: str = self._bpe.decode([i for i in ids if i > SEP], skip_special_tokens=False)
         return text
 
     def encode_document(self, sentences: Sequence[str]) -> list[int]:
-        """Ids of the sentences with `sep` between them."""
+        """Ids of all sentences, with `sep` between them."""
         ids: list[int] = []
         for number, sentence in enumerate(self.encode_batch(sentences)):
             ids += [SEP, *sentence] if number else sentence
         return ids
 
     def decode_document(self, ids: Iterable[int]) -> list[str]:
-        """Sentences of `ids`: one more than there are `sep`; other special ids are left out."""
+        """Sentences between the `sep` ids; other special ids are dropped."""
         sentences: list[list[int]] = [[]]
         for i in ids:
             if i == SEP:
@@ -155,14 +160,14 @@ class Tokenizer:
 
 
 def _library() -> Any:
-    # Imported where needed, to keep the package light, and untyped, as its types are incomplete.
+    # Imported on first use to keep start-up light, and untyped because its types are incomplete.
     import tokenizers
 
     return tokenizers
 
 
 class _Words(dict[str, list[int]]):
-    """Ids of words, each with the same text before it, computed at their first use."""
+    """Cache of the ids of words, each encoded after the text `before`."""
 
     def __init__(self, bpe: Any, before: str = "") -> None:
         super().__init__()
@@ -171,8 +176,8 @@ class _Words(dict[str, list[int]]):
 
     def __missing__(self, word: str) -> list[int]:
         ids: list[int] = self._bpe.encode(self._before + word, add_special_tokens=False).ids
-        # The frequent words come early: once the table is full it stays as it is.
-        if len(self) < _KNOWN_WORDS and len(word) <= _KNOWN_CHARACTERS:
+        # Frequent words come early, so a full cache is not replaced.
+        if len(self) < _CACHED_WORDS and len(word) <= _CACHED_CHARACTERS:
             self[word] = ids
         return ids
 

@@ -10,7 +10,7 @@ import numpy as np
 from reluformer.config.recipe import GENERATED, DataConfig, Recipe
 from reluformer.data.batches import Batch, Batches
 from reluformer.data.corpus import Corpus
-from reluformer.data.packing import Packing, pack, sentences
+from reluformer.data.packing import ExampleSpans, pack_sentences, single_sentences
 from reluformer.data.prepare import Prepared
 from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ class Split:
     """A corpus and how it is cut into examples."""
 
     corpus: Corpus
-    packing: Packing
+    packing: ExampleSpans
 
     def batches(self, recipe: Recipe, *, fixed_shapes: bool = False) -> Batches:
         """Batches over the examples, as the recipe asks."""
@@ -121,12 +121,12 @@ def _swapped(corpus: Corpus) -> Corpus:
     return replace(corpus, source=corpus.target, target=corpus.source)
 
 
-def _cut(config: DataConfig, split: str, corpus: Corpus) -> Packing:
+def _cut(config: DataConfig, split: str, corpus: Corpus) -> ExampleSpans:
     if config.unit == "sentence":
-        packing = sentences(corpus, config.max_length)
+        packing = single_sentences(corpus, config.max_length)
     else:
         limit = config.max_length
-        packing = pack(corpus, limit, cap=limit, cross_documents=config.cross_documents)
+        packing = pack_sentences(corpus, limit, cap=limit, cross_documents=config.cross_documents)
     if not len(packing.spans):
         raise UserError(
             f"data.max_length must fit a sentence of {config.source}, got {config.max_length}, "

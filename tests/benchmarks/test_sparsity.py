@@ -17,7 +17,7 @@ from reluformer import PagedCache
 from reluformer.config.recipe import recipe_from
 from reluformer.data.batches import Batches
 from reluformer.data.corpus import Corpus
-from reluformer.data.packing import sentences
+from reluformer.data.packing import single_sentences
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.diagnostics import attention_reports
 from reluformer.model import AttentionConfig, ReLUFormer
@@ -153,7 +153,7 @@ def test_rounding_is_that_of_the_kernel() -> None:
 def batches(batch_tokens: int) -> Batches:
     pairs = list(zip(LINES, reversed(LINES), strict=True))
     corpus = Corpus.in_memory([[pair] for pair in pairs], TOKENIZER)
-    return Batches(corpus, sentences(corpus, 200).spans, batch_tokens=batch_tokens, seed=0)
+    return Batches(corpus, single_sentences(corpus, 200).spans, batch_tokens=batch_tokens, seed=0)
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])

@@ -38,7 +38,7 @@ def test_every_sentence_once_in_order_greedily(
 ) -> None:
     corpus = corpus_of(documents)
     cap = limit + extra
-    packed = packing.pack(corpus, limit, cap=cap, cross_documents=cross)
+    packed = packing.pack_sentences(corpus, limit, cap=cap, cross_documents=cross)
     covered = [s for first, end in packed.spans.tolist() for s in range(first, end)]
     assert sorted([*covered, *packed.excluded.tolist()]) == list(range(len(corpus)))
     assert covered == sorted(covered)
@@ -65,23 +65,23 @@ def test_every_sentence_once_in_order_greedily(
 
 def test_known_packing() -> None:
     corpus = corpus_of([[(3, 2), (3, 2), (1, 9)], [(1, 1), (30, 1), (1, 1)]])
-    packed = packing.pack(corpus, 10, cap=20)
+    packed = packing.pack_sentences(corpus, 10, cap=20)
     assert packed.spans.tolist() == [[0, 2], [2, 3], [3, 4], [5, 6]]
     assert packed.excluded.tolist() == [4]
-    assert packed.describe() == "4 examples, 1 sentences excluded beyond the cap"
-    kept = packing.pack(corpus, 10, cap=31)
+    assert packed.describe() == "4 examples; 1 sentences beyond the cap are excluded"
+    kept = packing.pack_sentences(corpus, 10, cap=31)
     assert kept.oversized.tolist() == [4] and not len(kept.excluded)
-    assert kept.describe() == "5 examples, 1 of one sentence beyond the limit"
-    crossed = packing.pack(corpus, 13, cap=31, cross_documents=True)
+    assert kept.describe() == "5 examples, 1 of them one sentence beyond the limit"
+    crossed = packing.pack_sentences(corpus, 13, cap=31, cross_documents=True)
     assert crossed.spans.tolist() == [[0, 2], [2, 4], [4, 5], [5, 6]]
 
 
 def test_sentences_on_their_own() -> None:
     corpus = corpus_of([[(3, 2), (30, 2)], [(1, 9)]])
-    packed = packing.sentences(corpus, 10)
+    packed = packing.single_sentences(corpus, 10)
     assert packed.spans.tolist() == [[0, 1], [2, 3]] and packed.excluded.tolist() == [1]
 
 
 def test_wrong_limits_are_named() -> None:
-    with pytest.raises(UserError, match="limit is 10 and cap is 5"):
-        packing.pack(corpus_of([]), 10, cap=5)
+    with pytest.raises(UserError, match="2 <= limit <= cap, got 10 and 5"):
+        packing.pack_sentences(corpus_of([]), 10, cap=5)

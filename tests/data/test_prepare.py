@@ -99,7 +99,7 @@ def test_a_tokenizer_can_be_reused(files: dict, prepared: Prepared, tmp_path: Pa
     again = prepare(tmp_path / "p", {"train": files["dev"]}, tokenizer=path)
     assert again.manifest["tokenizer"] == prepared.manifest["tokenizer"]
     assert prepare(tmp_path / "p", {"train": files["dev"]}, tokenizer=path) == again
-    with pytest.raises(UserError, match="vocab_size is 300, but the tokenizer .* has its own"):
+    with pytest.raises(UserError, match="vocab_size must not be given with tokenizer .*, got 300"):
         prepare(tmp_path / "q", files, tokenizer=path, vocab_size=300)
 
 
@@ -147,9 +147,9 @@ def test_killed_processes_leave_nothing_that_looks_finished(files: dict, tmp_pat
         os.kill(process.pid, signal.SIGKILL)
     leftovers = list(tmp_path.iterdir())
     assert [path.suffix for path in leftovers] == [".partial"]
-    with pytest.raises(UserError, match="p does not exist; `reluformer prepare` makes it"):
+    with pytest.raises(UserError, match="p does not exist; `reluformer prepare` creates it"):
         Prepared.open(tmp_path / "p")
-    with pytest.raises(UserError, match="holds no finished reluformer prepared data"):
+    with pytest.raises(UserError, match="is not a complete reluformer prepared data"):
         Prepared.open(leftovers[0])
     prepare(tmp_path / "p", {"train": files["train"]}, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
@@ -177,13 +177,13 @@ def test_the_vocabulary_is_learnt_from_a_sample(
 @pytest.mark.parametrize(
     ("splits", "options", "message"),
     [
-        ({}, {}, "splits are none, but train must be among them"),
-        ({"dev": []}, {}, "splits are dev, but train"),
+        ({}, {}, "splits must include train, got none"),
+        ({"dev": []}, {}, "splits must include train, got dev"),
         ({"train": []}, {}, "split train has no files"),
         ({"train": [], "../x": []}, {}, "split train has no files"),
         ({"train": [TextPair(Path("no.en"), Path("no.de"))]}, {}, "no.en is not a file"),
-        ({"train": [1], "../x": [1]}, {}, "split is '../x', allowed are letters"),
-        ({"train": [1]}, {"vocab_size": 7}, "vocab_size is 7, allowed is at least 260"),
+        ({"train": [1], "../x": [1]}, {}, "split must consist of letters, .*, got '../x'"),
+        ({"train": [1]}, {"vocab_size": 7}, "vocab_size must be at least 260, got 7"),
         ({"train": [1]}, {"tokenizer": "no.json"}, "no.json is not a file"),
     ],
 )

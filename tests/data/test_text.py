@@ -187,11 +187,11 @@ def test_known_corpora_resolve_below_any_folder(tmp_path: Path) -> None:
 
 
 def test_unknown_corpora_and_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="corpus is 'iwslt', allowed are europarl-doc, "):
+    with pytest.raises(UserError, match="corpus must be one of europarl-doc, .*, got 'iwslt'"):
         corpus_files("iwslt", tmp_path)
-    with pytest.raises(UserError, match="multi30k/train.en does not exist"):
+    with pytest.raises(UserError, match="multi30k/train.en of corpus multi30k does not exist"):
         corpus_files("multi30k", tmp_path)
-    with pytest.raises(UserError, match="shards is 5, but .* has 4"):
+    with pytest.raises(UserError, match="shards must be from 1 to 4 for .*, got 5"):
         corpus_files("europarl-doc", tmp_path, shards=5)
-    with pytest.raises(UserError, match="merge is True"):
+    with pytest.raises(UserError, match="merge must be false for"):
         corpus_files("tatoeba", tmp_path, merge=True)

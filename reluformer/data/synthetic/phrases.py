@@ -1,7 +1,7 @@
 """Numbers, dates, clock times and prices in English and German words.
 
-Every function takes a meaning (plain integers) and gives its one wording in each language as an
-(English, German) pair. Word orders and word boundaries differ on purpose: "twenty-three" is
+Every function takes a meaning as integers and returns its wording in both languages, an (English,
+German) pair. Word order and word boundaries differ on purpose: "twenty-three" is
 "dreiundzwanzig", "May 3" is "3. Mai", "half past seven" is "halb acht", "7:45 pm" is "19:45 Uhr".
 """
 
@@ -56,7 +56,7 @@ MONTHS: list[Pair] = [
     ("November", "November"),
     ("December", "Dezember"),
 ]
-# February never reaches the 29th, so that every date exists in every year.
+# February has 28 days, so that every date exists in every year.
 MONTH_DAYS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
@@ -103,7 +103,7 @@ def date_digits(month: int, day: int) -> Pair:
 def clock_words(minutes: int) -> Pair:
     """Spoken time of day, `minutes` past midnight in steps of five: 450 is "half past seven".
 
-    The hour counts to twelve and German halves point ahead: "halb acht" is half past seven.
+    Hours count to twelve. A German half hour names the next hour: "halb acht" is half past seven.
     """
     assert minutes % 5 == 0, minutes
     hour, minute = divmod(minutes, 60)
@@ -119,7 +119,7 @@ def clock_words(minutes: int) -> Pair:
     if minute == 45:
         return f"quarter to {to}", f"Viertel vor {vor}"
     if minute < 30:
-        # German counts the last five minutes towards the half hour.
+        # German names the five minutes before and after a half hour relative to it.
         german = f"fünf vor halb {vor}" if minute == 25 else f"{_german(minute)} nach {nach}"
         return f"{_english(minute)} past {past}", german
     german = f"fünf nach halb {vor}" if minute == 35 else f"{_german(60 - minute)} vor {vor}"
@@ -146,7 +146,7 @@ def clock_digits(minutes: int) -> Pair:
 
 
 def price_words(euros: int, cents: int) -> Pair:
-    """Price in words; each part is left out when zero and never one, whose German inflects."""
+    """Price in words, without zero parts; a part is never one, because German inflects it."""
     assert euros != 1 and cents != 1 and (euros or cents), (euros, cents)
     parts = [(euros, "euros", "Euro"), (cents, "cents", "Cent")]
     english = " and ".join(f"{_english(n)} {unit}" for n, unit, _ in parts if n)
@@ -195,7 +195,7 @@ def _german(number: int) -> str:
 
 
 def _german_stem(number: int) -> str:
-    # "eins" loses its s before anything: einundzwanzig, einhundert, ein Uhr.
+    # "eins" loses its s before another word: einundzwanzig, einhundert, ein Uhr.
     words = _german(number)
     return words[:-1] if words.endswith("eins") else words
 

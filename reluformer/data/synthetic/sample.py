@@ -1,9 +1,8 @@
-"""The sample that ships with the package: an endless English-German task written by us.
+"""Generated tasks: an English-German sample, and copying or reversing letters.
 
-Numbers, dates, clock times and prices, in short sentences and in documents whose sentences depend
-on earlier ones. Every meaning has one wording in each language, so a translation is right or
-wrong. Everything is a function of the seed. The two toy tasks, copying and reversing letters, are
-here too.
+The sample has numbers, dates, clock times and prices, in single sentences and in documents whose
+sentences depend on earlier ones. Every meaning has one wording in each language, so a translation
+is either right or wrong. All tasks are unlimited in size and determined by the seed.
 """
 
 import zlib
@@ -21,20 +20,20 @@ from reluformer.errors import UserError
 
 Split = Literal["train", "dev", "test"]
 
-# Sentences are dealt to the splits by a checksum of the English: no two splits share one.
+# A checksum of the English text assigns a sentence to a split, so splits share no sentence.
 _SHARES = 16
 _HELD_OUT: dict[int, Split] = {0: "test", 1: "dev"}
 
 
 def split_of(english: str) -> Split:
-    """The split a generated sentence belongs to."""
+    """Split that a generated sentence belongs to."""
     return _HELD_OUT.get(zlib.crc32(english.encode()) % _SHARES, "train")
 
 
 def sentences(seed: int, count: int, *, split: Split | None = None) -> Iterator[Pair]:
-    """Yield `count` (English, German) pairs that can be translated one by one.
+    """Yield `count` (English, German) sentence pairs, independent of each other.
 
-    With `split`, only sentences that belong to it, so different splits never share one.
+    With `split`, all sentences belong to that split; different splits share no sentence.
     """
     rng = Random(f"sentences {seed} {split}")
     for _ in range(count):
@@ -48,9 +47,10 @@ def sentences(seed: int, count: int, *, split: Split | None = None) -> Iterator[
 def documents(
     seed: int, count: int, sentences: tuple[int, int] = (3, 12), *, split: Split | None = None
 ) -> Iterator[list[Pair]]:
-    """Yield `count` documents, each a list of (English, German) pairs that belong together.
+    """Yield `count` documents, each a list of (English, German) sentence pairs.
 
-    `sentences` bounds their number, both ends included. With `split`, every sentence belongs to it.
+    `sentences` are the smallest and largest number of sentences of a document. With `split`, all
+    sentences belong to that split.
     """
     _check_range("sentences", sentences)
     rng = Random(f"documents {seed} {split}")
@@ -72,16 +72,21 @@ def documents(
 def write(
     folder: Path | str, *, train: int, dev: int, test: int, seed: int, documents: bool = True
 ) -> Path:
-    """Write `train`, `dev` and `test` documents (or sentences) as aligned text files.
+    """Write aligned text files `train.en`, `train.de`, `dev.en`, ... and return `folder`.
 
-    Gives `train.en`, `train.de` and so on in `folder`; a line `<d>` starts each document. No
-    sentence of one split occurs in another. Returns `folder`.
+    Args:
+        folder: Folder to write to.
+        train: Number of training documents, or sentences.
+        dev: Number of validation documents, or sentences.
+        test: Number of test documents, or sentences.
+        seed: Seed of the text. Splits share no sentence.
+        documents: Write documents, each after a `<d>` line, instead of single sentences.
     """
     folder = Path(folder)
     counts: dict[Split, int] = {"train": train, "dev": dev, "test": test}
     for split, count in counts.items():
         if count < 1:
-            raise UserError(f"{split} is {count}, but a split needs at least one document")
+            raise UserError(f"{split} must be at least 1, got {count}")
         write_documents(
             folder / f"{split}.en",
             folder / f"{split}.de",
@@ -94,7 +99,7 @@ def write(
 def reverse_pairs(
     seed: int, count: int, symbols: int = 10, length_range: tuple[int, int] = (1, 10)
 ) -> Iterator[Pair]:
-    """Yield `count` pairs of `symbols` different letters: "c a b" and its reverse "b a c"."""
+    """Yield `count` pairs such as ("c a b", "b a c"), of the first `symbols` letters."""
     for letters in _letters(seed, count, symbols, length_range):
         yield " ".join(letters), " ".join(reversed(letters))
 
@@ -102,13 +107,13 @@ def reverse_pairs(
 def copy_pairs(
     seed: int, count: int, symbols: int = 10, length_range: tuple[int, int] = (1, 10)
 ) -> Iterator[Pair]:
-    """Yield `count` pairs of `symbols` different letters whose target equals the source."""
+    """Yield `count` pairs such as ("c a b", "c a b"), of the first `symbols` letters."""
     for letters in _letters(seed, count, symbols, length_range):
         yield " ".join(letters), " ".join(letters)
 
 
 def _belongs(pair: Pair, split: Split | None) -> bool:
-    # Every pattern has far more wordings than there are shares, so redrawing ends soon.
+    # Every pattern has far more wordings than `_SHARES`, so few redraws are needed.
     return split is None or split_of(pair[0]) == split
 
 
@@ -122,7 +127,7 @@ def _letters(
     seed: int, count: int, symbols: int, length_range: tuple[int, int]
 ) -> Iterator[list[str]]:
     if not 1 <= symbols <= len(ascii_lowercase):
-        raise UserError(f"symbols is {symbols}, allowed are 1 to {len(ascii_lowercase)}")
+        raise UserError(f"symbols must be from 1 to {len(ascii_lowercase)}, got {symbols}")
     _check_range("length_range", length_range)
     rng = Random(f"letters {seed} {symbols} {length_range}")
     for _ in range(count):
@@ -131,4 +136,4 @@ def _letters(
 
 def _check_range(name: str, bounds: tuple[int, int]) -> None:
     if not 1 <= bounds[0] <= bounds[1]:
-        raise UserError(f"{name} is {tuple(bounds)}, allowed is (low, high) with 1 <= low <= high")
+        raise UserError(f"{name} must be (low, high) with 1 <= low <= high, got {tuple(bounds)}")

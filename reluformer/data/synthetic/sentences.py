@@ -1,8 +1,8 @@
-"""Sentences of the generated sample, with the nouns, names and genders they need.
+"""Single sentences of the generated sample, with their nouns, names and genders.
 
-A pattern draws its contents from a random generator and gives one (English, German) pair that
-holds everything needed to translate it. Verbs move: "leaves at nine" is "fährt um neun ab", and in
-a subordinate clause "um neun abfährt".
+A pattern draws its contents from a random generator and returns one (English, German) pair, which
+can be translated without context. German verbs change their place: "leaves at nine" is "fährt um
+neun ab", and in a subordinate clause "um neun abfährt".
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from typing import NamedTuple
 from reluformer.data.synthetic import phrases
 from reluformer.data.synthetic.phrases import Pair
 
-# Articles by gender; the German names are their masculine forms.
+# German articles by gender; the constants are named after the masculine forms.
 _DER = {"m": "der", "f": "die", "n": "das"}
 _DEN = {"m": "den", "f": "die", "n": "das"}
 _EINEN = {"m": "einen", "f": "eine", "n": "ein"}
 
 
 class Noun(NamedTuple):
-    """A noun: English, German singular, gender (m, f or n), German plural."""
+    """A noun in English and German, with its German gender (m, f or n) and German plural."""
 
     english: str
     german: str
@@ -27,11 +27,11 @@ class Noun(NamedTuple):
     plural: str = ""
 
     def the(self, *, accusative: bool = False) -> str:
-        """German with the definite article."""
+        """German noun with the definite article, in the nominative or accusative."""
         return f"{_DEN[self.gender] if accusative else _DER[self.gender]} {self.german}"
 
     def a(self) -> Pair:
-        """Both languages with the indefinite article, the German in the accusative."""
+        """Noun with the indefinite article in both languages, the German in the accusative."""
         english = "an" if self.english[0] in "aeiou" else "a"
         return f"{english} {self.english}", f"{_EINEN[self.gender]} {self.german}"
 
@@ -58,12 +58,12 @@ BUILDINGS = _nouns(
     "bridge Brücke f, tower Turm m, house Haus n, church Kirche f, castle Schloss n, "
     "station Bahnhof m, school Schule f, palace Palast m, theatre Theater n"
 )
-# Gender and name.
+# (gender, name).
 PEOPLE = [
     *[("f", name) for name in ("Anna", "Maria", "Lena", "Clara", "Ida", "Greta", "Nora")],
     *[("m", name) for name in ("Paul", "Peter", "Jonas", "Felix", "Emil", "Oskar", "Anton")],
 ]
-# English, German for a man, German for a woman.
+# (English, German for a man, German for a woman).
 PROFESSIONS = [
     ("doctor", "Arzt", "Ärztin"),
     ("teacher", "Lehrer", "Lehrerin"),
@@ -139,7 +139,7 @@ def _phrase(rng: Random) -> Pair:
     if form == 0:
         return phrases.cardinal(rng.randrange(10 ** rng.randrange(1, 7)))
     if form == 1:
-        # A bare "zweitausendzwölf" could be a number or a year.
+        # "zweitausendzwölf" alone could be a number or a year.
         english, german = year(rng)
         return f"the year {english}", f"das Jahr {german}"
     if form == 2:

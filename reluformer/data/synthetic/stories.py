@@ -1,8 +1,8 @@
-"""Little stories of the generated sample: documents whose sentences lean on earlier ones.
+"""Documents of the generated sample, whose sentences depend on earlier ones.
 
-One person, introduced in the first sentence by name and profession, meets one thing after another.
-Later sentences say "the doctor" and "it"; the German needs the gender of what they stand for, which
-only an earlier sentence tells.
+The first sentence introduces a person by name and profession, later ones introduce things. They
+then refer to "the doctor" and "it". German needs the gender of both, which only an earlier
+sentence determines.
 """
 
 from collections.abc import Callable
@@ -32,21 +32,20 @@ _HIM = {"m": "ihn", "f": "sie", "n": "es"}
 
 
 class Story(NamedTuple):
-    """What the sentences so far have settled.
-
-    `it` is what the pronoun stands for; `remarks` are the things left to say about it.
-    """
+    """State of a document: the referents of later sentences."""
 
     person: Noun
     it: Noun | None = None
+    """The noun that "it" refers to."""
     remarks: "tuple[Remark, ...]" = ()
+    """Sentences about "it" that have not occurred yet."""
 
 
 Remark = Callable[[Story, Random], Pair]
 
 
 def opening(rng: Random) -> tuple[Pair, Story]:
-    """The first sentence: who the person is, hence which gender the profession takes."""
+    """First sentence, which determines the person and the gender of the profession."""
     gender, name = rng.choice(PEOPLE)
     english, man, woman = rng.choice(PROFESSIONS)
     person = Noun(english, woman if gender == "f" else man, gender)
@@ -59,7 +58,7 @@ def opening(rng: Random) -> tuple[Pair, Story]:
 
 
 def continuation(story: Story, rng: Random) -> tuple[Pair, Story]:
-    """The next sentence: another remark about "it", or something new that "it" now stands for."""
+    """Next sentence: a remark about "it", or a new thing that "it" then refers to."""
     if story.it is None or not story.remarks or rng.randrange(4) == 0:
         introduce = rng.choice([_buys, _travels, _visits])
         pair, it, remarks = introduce(story.person, rng)

@@ -102,11 +102,11 @@ def test_toys() -> None:
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="symbols is 27"):
+    with pytest.raises(UserError, match="symbols must be from 1 to 26, got 27"):
         next(sample.reverse_pairs(0, 1, symbols=27))
     with pytest.raises(UserError, match="length_range"):
         next(sample.copy_pairs(0, 1, length_range=(3, 2)))
-    with pytest.raises(UserError, match="sentences is"):
+    with pytest.raises(UserError, match="sentences must be"):
         next(sample.documents(0, 1, sentences=(0, 2)))
-    with pytest.raises(UserError, match="dev is 0"):
+    with pytest.raises(UserError, match="dev must be at least 1, got 0"):
         sample.write(tmp_path, train=1, dev=0, test=1, seed=0)
