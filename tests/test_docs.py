@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,6 +192,16 @@ def test_api_page_lists_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
     shown = set(re.findall(r"^::: reluformer\.(\w+)$", text, flags=re.MULTILINE))
     assert shown == set(reluformer.__all__) - {"ATTENTIONS", "__version__"}
+
+
+def test_every_dependency_is_justified() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    needed = {re.split(r"[<>=\[]", line)[0] for group in extras for line in group}
+    needed |= {re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]}
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    table = text[text.index("## Dependencies") :]
+    assert [name for name in sorted(needed) if name not in table] == []
 
 
 def test_numbers_are_those_of_the_results_files() -> None:
