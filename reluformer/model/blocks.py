@@ -4,27 +4,12 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from reluformer.context_parallel import ShardedSequence
 from reluformer.model.attention import Attended, MultiHeadAttention
 from reluformer.model.config import ModelConfig, Site
 from reluformer.model.gamma import Gamma
-from reluformer.model.kv_cache import GrowingCache
+from reluformer.model.kv_cache import LayerCache
 from reluformer.model.memory import KeyValueMemory
-from reluformer.model.records import KeyValues, Record
-
-
-class ForwardOptions(NamedTuple):
-    """Options of a forward pass, the same for every layer."""
-
-    query_lengths: Tensor | None = None
-    """Number of query tokens that are not padding, [B]."""
-    record: Record = "nothing"
-    sample_rows: int | None = None
-    """Record a random sample of this many query rows; None records all."""
-    entropy_every: int = 1
-    """Record the entropy of one block of query rows in this many."""
-    sequence: ShardedSequence | None = None
-    """Sequence whose tokens are distributed over ranks; the pass holds this rank's shard."""
+from reluformer.model.records import ForwardOptions, KeyValues
 
 
 class LayerOutput(NamedTuple):
@@ -73,19 +58,11 @@ class AttentionBranch(nn.Module):
         options: ForwardOptions,
         context: KeyValues | None = None,
         key_lengths: Tensor | None = None,
-        cache: GrowingCache | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Attended]:
         """x [B, T, width] after the branch, and the report of the attention."""
         report = self.attention(
-            self.residual.enter(x),
-            context,
-            query_lengths=options.query_lengths,
-            key_lengths=key_lengths,
-            cache=cache,
-            record=options.record,
-            sample_rows=options.sample_rows,
-            entropy_every=options.entropy_every,
-            sequence=options.sequence,
+            self.residual.enter(x), context, options, key_lengths=key_lengths, cache=cache
         )
         return self.residual.leave(x, report.output), report
 
@@ -147,7 +124,7 @@ class DecoderLayer(nn.Module):
         options: ForwardOptions,
         source: Tensor | KeyValues | None = None,
         source_lengths: Tensor | None = None,
-        cache: GrowingCache | None = None,
+        cache: LayerCache | None = None,
     ) -> LayerOutput:
         """x [B, T, width] after the layer, with reports.
 

@@ -1,34 +1,40 @@
-"""Keys and values kept between decoding steps, once for all hypotheses of a sentence."""
+"""KV caches: keys and values kept between decoding steps."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.model.positions import Start
 from reluformer.model.records import KeyValues
+from reluformer.ops import PagedCache, decode_attention
 from reluformer.ops.growing_buffer import append_slots
+from reluformer.ops.rule import Rectified
 
-# Slots by which a tree grows before those that no hypothesis descends from any more are dropped.
+# Number of new slots after which slots without descendants are dropped.
 _GROWTH = 128
 
 
 @dataclass
 class GrowingCache:
-    """Keys and values of the tokens decoded so far, [B, Hkv, slots, D], in buffers that double.
-
-    `start` is the position of the tokens that come next, and `visible` which slots they see, their
-    own included: bool [B, 1, beams * t, slots], or None for the causal rule.
-    """
+    """Keys and values of the tokens decoded so far, [B, Hkv, slots, D], in buffers that double."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
     slots: int = 0
+    """Number of slots in use."""
     start: int = 0
+    """Position of the next tokens."""
     visible: Tensor | None = None
+    """Slots that the next tokens see, their own included: bool [B, 1, beams * t, slots]; None for
+    the causal rule."""
 
     def append(self, new: KeyValues) -> KeyValues:
-        """Store the new tokens' keys and values [B, Hkv, t, D]; return all so far."""
+        """Store keys and values [B, Hkv, t, D] of new tokens; return those of all tokens."""
         end = self.slots + new.keys.shape[2]
         self.keys = append_slots(self.keys, self.slots, new.keys)
         self.values = append_slots(self.values, self.slots, new.values)
@@ -36,13 +42,13 @@ class GrowingCache:
         return KeyValues(self.keys[:, :, :end], self.values[:, :, :end])
 
     def select(self, sentences: Tensor) -> None:
-        """Keep (and reorder, repeat) the given sentences."""
+        """Keep the sentences with the given indices, in the given order."""
         if self.keys is not None and self.values is not None:
             self.keys = self.keys[:, :, : self.slots].index_select(0, sentences)
             self.values = self.values[:, :, : self.slots].index_select(0, sentences)
 
     def keep(self, slots: Tensor) -> None:
-        """Keep the given slots [B, n] of each sentence."""
+        """Keep the slots with the given indices [B, n] of each sentence."""
         if self.keys is not None and self.values is not None:
             _, heads, _, width = self.keys.shape
             index = slots[:, None, :, None].expand(-1, heads, -1, width)
@@ -50,14 +56,71 @@ class GrowingCache:
             self.slots = slots.shape[1]
 
 
+class PagedLayerCache:
+    """Paged KV cache of one attention layer, for sequences of different lengths.
+
+    The first `append` holds the prompts, padded at the end; each later one a token per sequence.
+
+    Args:
+        capacities: Maximum number of tokens of each sequence.
+        page_size: Number of tokens of a page.
+    """
+
+    def __init__(self, capacities: Sequence[int], page_size: int) -> None:
+        self.capacities, self.page_size = capacities, page_size
+        self.start: Start = 0
+        """Position of the next tokens: 0 for prompts, then [B, 1]."""
+        self.counts: Sequence[int] = ()
+        """Number of the next tokens that each sequence stores."""
+        self._pages: PagedCache | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the prompts are still to come."""
+        return self._pages is None
+
+    def append(self, new: KeyValues) -> None:
+        """Store the first `counts` of the new keys and values [B, Hkv, t, D]."""
+        if self._pages is None:
+            batch, kv_heads, _, width = new.keys.shape
+            self._pages = PagedCache(
+                batch,
+                kv_heads,
+                width,
+                pages=sum(math.ceil(tokens / self.page_size) for tokens in self.capacities),
+                page_size=self.page_size,
+                max_length=max(self.capacities),
+                dtype=new.keys.dtype,
+                device=new.keys.device,
+            )
+        self._pages.append(new.keys, new.values, self.counts)
+
+    def attend(self, q: Tensor, rule: Rectified, scale: float) -> Tensor:
+        """Attention [B, H, 1, D] of the newest token q [B, H, 1, D] to its sequence."""
+        assert self._pages is not None
+        return decode_attention(
+            q,
+            self._pages,
+            gamma=rule.gamma,
+            length_exponent=rule.length_exponent,
+            power=rule.power,
+            threshold=rule.threshold,
+            row_normalise=rule.row_normalise,
+            scale=scale,
+        )
+
+
+LayerCache: TypeAlias = GrowingCache | PagedLayerCache
+"""KV cache of one attention layer."""
+
+
 @dataclass
 class DecoderState:
-    """What decoding remembers of the target so far, and of the source.
+    """KV caches of a decoder, for the target so far and for the source.
 
-    Both are stored once for each sentence, B of them, and its hypotheses (beams) are further query
-    rows. A token of the target is a slot; `lineage` says which slots a hypothesis descends from. To
-    go on from another hypothesis is to copy a row of that table, and what hypotheses have in common
-    is stored and read once.
+    Both are stored once for each of B sentences. The hypotheses (beams) of a sentence are further
+    query rows. A target token is a slot, and `lineage` says which slots belong to a hypothesis.
+    Continuing from another hypothesis copies a row of that table; a common prefix is stored once.
     """
 
     layers: list[GrowingCache]
@@ -70,16 +133,16 @@ class DecoderState:
     _compact_at: int = _GROWTH
 
     def grow(self, tokens: Tensor) -> None:
-        """Make room for the next tokens [B * beams, t], and tell the caches what these see."""
+        """Prepare the caches for the next tokens [B * beams, t]: positions and visible slots."""
         rows, t = tokens.shape
         sentences = self.source[0].keys.shape[0] if self.source else rows
-        visible = self._see(sentences, rows // max(sentences, 1), t, tokens.device)
+        visible = self._visible(sentences, rows // max(sentences, 1), t, tokens.device)
         for cache in self.layers:
             cache.start, cache.visible = self.length, visible
         self.length += t
 
     def select_rows(self, rows: Tensor) -> None:
-        """Reorder the hypotheses; each must stay with its sentence."""
+        """Reorder the hypotheses within their sentences by the given row indices."""
         if self.lineage is None:
             for cache in self.layers:
                 cache.select(rows)
@@ -90,7 +153,7 @@ class DecoderState:
             self._compact(self.lineage)
 
     def select_sentences(self, sentences: Tensor, beams: int) -> None:
-        """Keep only the given sentences, with all their beams."""
+        """Keep the sentences with the given indices, with all their beams."""
         for cache in self.layers:
             cache.select(sentences)
         if self.lineage is not None:
@@ -99,13 +162,14 @@ class DecoderState:
         if self.source_lengths is not None:
             self.source_lengths = self.source_lengths.index_select(0, sentences)
 
-    def _see(self, sentences: int, beams: int, t: int, device: torch.device) -> Tensor | None:
+    def _visible(self, sentences: int, beams: int, t: int, device: torch.device) -> Tensor | None:
+        """Extend `lineage` by t new tokens; slots that they see, [B, 1, beams * t, slots]."""
         if self.lineage is None:
             if beams == 1:
                 return None
             slots = self.layers[0].slots
             self.lineage = torch.ones(sentences, beams, slots, dtype=torch.bool, device=device)
-        # Slots of a step come hypothesis by hypothesis; each descends from its own t.
+        # The new slots are ordered by hypothesis, t for each.
         own = torch.eye(beams, dtype=torch.bool, device=device).repeat_interleave(t, dim=1)
         self.lineage = torch.cat([self.lineage, own.expand(sentences, -1, -1)], dim=2)
         visible = self.lineage
@@ -116,10 +180,10 @@ class DecoderState:
         return visible.unsqueeze(1)
 
     def _compact(self, lineage: Tensor) -> None:
-        """Drop slots without descendants, as many as every sentence can spare."""
+        """Drop slots without descendants, the same number in every sentence."""
         alive = lineage.any(dim=1)
         most = int(alive.sum(dim=1).max())
-        # The living in their order, after as many dead as a sentence needs to reach `most`.
+        # Slots with descendants in their order, after as many others as are missing to `most`.
         slots = alive.byte().argsort(dim=1, stable=True)[:, -most:]
         self.lineage = lineage.gather(2, slots.unsqueeze(1).expand(-1, lineage.shape[1], -1))
         for cache in self.layers:

@@ -1,14 +1,18 @@
 """ReLUFormerLM: a decoder-only language model."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from reluformer.context_parallel import ShardedSequence
 from reluformer.model.base import Model, Reports, final_norm, shared_gamma
-from reluformer.model.blocks import DecoderLayer, ForwardOptions
+from reluformer.model.blocks import DecoderLayer
 from reluformer.model.config import ModelConfig
-from reluformer.model.kv_cache import DecoderState, GrowingCache
+from reluformer.model.generation import Generated, GenerationConfig, generate
+from reluformer.model.kv_cache import DecoderState, GrowingCache, PagedLayerCache
 from reluformer.model.positions import Start
-from reluformer.model.records import Output, Record
+from reluformer.model.records import DEFAULT_OPTIONS, ForwardOptions, Output, Record
 
 
 class ReLUFormerLM(Model):
@@ -57,6 +61,48 @@ class ReLUFormerLM(Model):
             x = reports.collect("decoder", index, layer(x, options))
         return Output(self.logits(self.decoder_norm(x)), *reports.tuples())
 
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        use_cache: bool | None = None,
+    ) -> Generated:
+        """Continue prompts token by token, in evaluation mode.
+
+        Args:
+            tokens: Prompts [B, T], padded at the end.
+            lengths: Number of tokens of each prompt, [B]; None if there is no padding.
+            max_new_tokens: Maximum number of new tokens of each sequence; the end token
+                `config.eos_id` ends a sequence earlier.
+            temperature: 0 takes the most likely token; above 0, tokens are sampled from the
+                distribution of logits / temperature.
+            top_k: Sample from the k most likely tokens.
+            top_p: Sample from the fewest tokens whose probabilities reach this sum.
+            seed: Seed of the sampling.
+            use_cache: Keep keys and values in a `PagedCache`; False computes the whole text anew
+                for every token. None uses the cache where the attention supports it.
+
+        Returns:
+            Prompts with their continuations, [B, T'], and the lengths of both together, [B].
+
+        Raises:
+            UserError: An argument is out of range, or `use_cache` is not supported.
+        """
+        config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, use_cache)
+        training = self.training
+        self.eval()
+        try:
+            return generate(self, tokens, lengths, config)
+        finally:
+            self.train(training)
+
     def start(self) -> DecoderState:
         """An empty decoder state."""
         return DecoderState([GrowingCache() for _ in self.decoder])
@@ -70,5 +116,22 @@ class ReLUFormerLM(Model):
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)
         for layer, cache in zip(self.decoder, state.layers, strict=True):
-            x = layer(x, ForwardOptions(), cache=cache).x
+            x = layer(x, DEFAULT_OPTIONS, cache=cache).x
+        return self.logits(self.decoder_norm(x))
+
+    def decode_pages(
+        self, tokens: Tensor, caches: Sequence[PagedLayerCache], start: Start, counts: Sequence[int]
+    ) -> Tensor:
+        """Logits [B, t, vocabulary] of the next t tokens [B, t], which the caches then hold.
+
+        Args:
+            tokens: Prompts, padded at the end, or one token for each sequence.
+            caches: Paged cache of each layer.
+            start: Position of the tokens: 0 for prompts, [B, 1] for single tokens.
+            counts: Number of the tokens that each sequence stores.
+        """
+        x = self.embed(tokens, self.target_embedding, start=start)
+        for layer, cache in zip(self.decoder, caches, strict=True):
+            cache.start, cache.counts = start, counts
+            x = layer(x, DEFAULT_OPTIONS, cache=cache).x
         return self.logits(self.decoder_norm(x))

@@ -18,7 +18,7 @@ EXPERT_BALANCE_WEIGHT = 0.001
 
 
 class AttentionLosses(NamedTuple):
-    """Regularisers: for each attention the mean over live rows and heads, summed over attentions."""
+    """Regularisers: means over the live rows and heads of an attention, summed over attentions."""
 
     normalisation: Tensor
     """|ln row_sum|, which pulls the row sum towards 1."""

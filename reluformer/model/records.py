@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from reluformer.context_parallel import ShardedSequence
 from reluformer.ops import RowSums, Stats
 
 Record = Literal["nothing", "row_sum", "entropy", "stats", "weights"]
@@ -17,6 +18,24 @@ Record = Literal["nothing", "row_sum", "entropy", "stats", "weights"]
 
 Fused kernels compute row sums and entropies; the last two levels need the reference.
 """
+
+
+class ForwardOptions(NamedTuple):
+    """Options of a forward pass, the same for every layer."""
+
+    query_lengths: Tensor | None = None
+    """Number of query tokens that are not padding, [B]."""
+    record: Record = "nothing"
+    sample_rows: int | None = None
+    """Record a random sample of this many query rows; None records all."""
+    entropy_every: int = 1
+    """Record the entropy of one block of query rows in this many."""
+    sequence: ShardedSequence | None = None
+    """Sequence whose tokens are distributed over ranks; the pass holds this rank's shard."""
+
+
+DEFAULT_OPTIONS = ForwardOptions()
+"""A forward pass without padding that records nothing."""
 
 
 class KeyValues(NamedTuple):

@@ -5,10 +5,16 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from reluformer.model.base import Model, Reports, embedding_table, final_norm, shared_gamma
-from reluformer.model.blocks import DecoderLayer, EncoderLayer, ForwardOptions
+from reluformer.model.blocks import DecoderLayer, EncoderLayer
 from reluformer.model.config import ModelConfig
 from reluformer.model.kv_cache import DecoderState, GrowingCache
-from reluformer.model.records import AttentionRecord, Output, Record
+from reluformer.model.records import (
+    DEFAULT_OPTIONS,
+    AttentionRecord,
+    ForwardOptions,
+    Output,
+    Record,
+)
 
 
 class Encoded(NamedTuple):
@@ -121,5 +127,5 @@ class ReLUFormer(Model):
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)
         for layer, source, cache in zip(self.decoder, state.source, state.layers, strict=True):
-            x = layer(x, ForwardOptions(), source, state.source_lengths, cache).x
+            x = layer(x, DEFAULT_OPTIONS, source, state.source_lengths, cache).x
         return self.logits(self.decoder_norm(x))

@@ -93,7 +93,7 @@ def test_caches(sequence: ShardedSequence) -> None:
 
 def test_models(sequence: ShardedSequence) -> None:
     text = tokens(1, 6)
-    with pytest.raises(UserError, match="without a cache, records, calibration and persistent"):
+    with pytest.raises(UserError, match="sequence must be None with cross-attention, a cache, records"):
         ReLUFormerLM(small())(text, sequence=sequence, record="stats")
     with pytest.raises(UserError, match="softmax attention cannot be divided"):
         ReLUFormerLM(small("softmax"))(text, sequence=sequence)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from reluformer.config.search import SearchConfig
 from reluformer.model import ReLUFormer
+from reluformer.model.sampling import draw
 from reluformer.translation.search.task import Decoder, Hypothesis, Task
 
 Choose = Callable[[Tensor, Decoder], Tensor]
@@ -27,33 +28,6 @@ def sample(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothes
         return draw(logits, drawn, config)
 
     return _follow(model, task, config, choose)
-
-
-def draw(logits: Tensor, numbers: Tensor, config: SearchConfig) -> Tensor:
-    """Sample one token per row by inverting the cumulative distribution.
-
-    The distribution is the softmax of logits / temperature, restricted to the `top_k` most likely
-    tokens and then to the fewest of them whose probabilities reach `top_p`, at least one.
-
-    Args:
-        logits: [B, vocabulary].
-        numbers: Uniform random numbers in [0, 1), [B].
-        config: Settings of the search.
-
-    Returns:
-        Tokens [B].
-    """
-    size = logits.shape[-1] if config.top_k is None else min(config.top_k, logits.shape[-1])
-    likeliest = (logits / config.temperature).topk(size, dim=-1)
-    shares = likeliest.values.double().softmax(dim=-1)
-    reached = shares.cumsum(dim=-1)
-    # A token is kept if the more likely tokens have not reached top_p.
-    kept = torch.where(reached - shares < config.top_p, shares, 0.0)
-    edges = kept.cumsum(dim=-1)
-    place = torch.searchsorted(edges, numbers.unsqueeze(-1) * edges[:, -1:], right=True)
-    # By rounding, a number may lie on the last edge.
-    last = (kept > 0).sum(dim=-1, keepdim=True) - 1
-    return likeliest.indices.gather(1, torch.minimum(place, last)).squeeze(-1)
 
 
 @torch.inference_mode()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from reluformer.model.sampling import draw
 from reluformer.translation.search import SearchConfig, Task, greedy, search
-from reluformer.translation.search.greedy_and_sampling import draw
 from tests.translation.search.oracle import log_probabilities, log_probability, tiny_model
 
 SOURCES = [[3, 4, 5], [7], [6, 5, 4, 3, 7, 7], []]

@@ -14,6 +14,7 @@ from reluformer.bench.features import features
 from reluformer.model import AttentionConfig, ReLUFormer
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.losses import attention_losses
+from reluformer.model.records import ForwardOptions
 from reluformer.ops.backends.triton import op, tuning
 from reluformer.ops.backends.triton.tuning import Tile
 from reluformer.ops.stats import ENTROPY_BLOCK, SumsLevel, sampled_rows
@@ -125,7 +126,7 @@ def test_a_recording_layer_compiles_without_a_graph_break() -> None:
     x, lengths = torch.randn(2, 7, 32), torch.tensor([7, 4])
     found = []
     for run in (layer, compiled):
-        made = run(x, query_lengths=lengths, key_lengths=lengths, record="entropy")
+        made = run(x, None, ForwardOptions(lengths, "entropy"), key_lengths=lengths)
         sums = made.stats
         total = made.output.sum() + sums.row_sum.square().sum() + sums.entropy.sum()
         grads = torch.autograd.grad(total, [p for p in layer.parameters() if p.requires_grad])
