@@ -1,0 +1,12 @@
+"""Measurements beyond `reluformer bench`. Run each from the repository root, as a module.
+
+backward, tiles, hopper_forward   kernels: variants and tile shapes
+decode                            decoding from contiguous and paged KV caches
+feedforward                       epilogues of a ReLU feed-forward memory
+end_to_end, training              training steps, and training against Hugging Face
+translate_cpu                     beam search on a CPU against Hugging Face
+race                              two checkouts against each other
+sparsity, dropout_gap             trained models: empty blocks of weights, effects of dropout
+runs, tuned, curves               studies: train several runs, score them, draw their curves
+kill_and_resume, sanitize         robustness: killed training runs, compute-sanitizer
+"""

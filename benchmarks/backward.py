@@ -1,24 +1,30 @@
-"""The backward with and without signs of weights, and with other tiles, against cuDNN's.
+"""Variants of the backward kernels against the backward of cuDNN softmax.
 
-    python benchmarks/backward.py --out backward.json         # on a GPU, at most 100 s
-    python benchmarks/backward.py --only plain specialised --lengths 256 512 --models --out F
-    TRITON_INTERPRET=1 python benchmarks/backward.py --quick  # the interpreter, one tiny shape
+    python -m benchmarks.backward --out backward.json         # on a GPU, at most 100 s
+    python -m benchmarks.backward --only plain specialised --lengths 256 512 --models --out F
+    TRITON_INTERPRET=1 python -m benchmarks.backward --quick  # the interpreter, one tiny shape
 
-bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Every variant must be within 6e-3 of float64
-first. Times are medians over interleaved rounds, of all kernels of a backward; ratios are medians
-of the ratios within a round: above 1, ours is faster. "default": as it ships. "plain": kernels
-without specialised warps. "scores": their gradients of queries make the scores again. "m64": they
-read signs that the gradients of keys leave, in 64 MiB at a time. "specialised": kernels with
-specialised warps, with signs where they are the default; "specialised, scores": without. Then tiles
-(query rows, keys, warps, stages) of the plain queries' kernel (q) or keys' (k), not the table's.
-`--models`: the call of the document models instead of the plain one (power 8, thresholds, rows
-divided, a gradient of row sums).
+bf16, 16,384 tokens, width 2048, views of [B, T, H, D]. Variants that are not within 6e-3 of float64
+are not timed. Times are medians over interleaved rounds and cover all kernels of a backward. Ratios
+are medians of the ratios to cuDNN within a round; above 1, our kernel is faster. Variants:
+
+    default              the choice of the package
+    plain                portable kernels
+    scores               portable kernels; the dQ kernel recomputes the scores
+    m64, m1024           portable kernels; the dQ kernel reads the signs of the scores that the
+                         dK/dV kernel stores, in chunks of 64 or 1024 MiB
+    specialised          Hopper kernels, with stored signs where that is the default
+    specialised, scores  Hopper kernels without stored signs
+    q64/64/4/3, k...     portable kernels with another tile (query rows, keys, warps, stages) of the
+                         dQ (q) or dK/dV (k) kernel
+
+`--models` times the call of the document models (power 8, thresholds, row normalisation, a gradient
+of the row sums) instead of the plain call.
 """
 
 import argparse
 import os
 import statistics
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -31,8 +37,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from reluformer.bench.timing import Call as Timed
 from reluformer.bench.timing import Clock, ratio
 from reluformer.files import write_json
@@ -44,7 +48,7 @@ DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat
 PEER = SDPBackend.MATH if INTERPRETED else SDPBackend.CUDNN_ATTENTION
 DEFAULT, PLAIN, SCORES, MEMORY = "default", "plain", "scores", ("m64", "m1024")
 SPECIALISED = ("specialised", "specialised, scores")
-BOUND, EPSILON = 6e-3, 1e-4
+TOLERANCE, EPSILON = 6e-3, 1e-4
 NARROW = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/3", "q64/128/4/2")
 WIDE = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/2")
 TILES = {
@@ -56,7 +60,7 @@ TILES = {
 
 
 def overridden(variant: str) -> dict[tuning.Kernel, tuning.Tile]:
-    """The tile that a name stands for."""
+    """The tile in the name of a variant, by kernel."""
     if variant in (DEFAULT, PLAIN, SCORES, *MEMORY, *SPECIALISED):
         return {}
     sizes = (int(size) for size in variant[1:].rstrip("p").split("/"))
@@ -65,7 +69,7 @@ def overridden(variant: str) -> dict[tuning.Kernel, tuning.Tile]:
 
 
 class Call(NamedTuple):
-    """A problem and what arrives at its outputs."""
+    """A problem and the gradients of its outputs."""
 
     problem: Problem
     grads: run_backward.Gradients
@@ -75,15 +79,15 @@ def make(
     width: int, causal: bool, n: int, models: bool, tokens: int = 16_384, total: int = 2048
 ) -> Call:
     """Random queries, keys, values and gradients."""
-    made = torch.randn(3, tokens // n, n, total // width, width, device=DEVICE).to(DTYPE)
+    qkv = torch.randn(3, tokens // n, n, total // width, width, device=DEVICE).to(DTYPE)
     numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, n, n)
-    problem = Problem(*made.transpose(2, 3), *[None] * 7, *numbers)
+    problem = Problem(*qkv.transpose(2, 3), *[None] * 7, *numbers)
     grads = run_backward.Gradients(None, None, torch.randn_like(problem.q), None, None)
     if models:
         cuts = torch.full((problem.q.shape[1],), -4.0, device=DEVICE)
         problem = problem._replace(power=8, threshold=cuts, row_normalise=EPSILON)
         out, row_sum, *_ = run_forward.forward(problem, 1)
-        # As small as their loss makes it beside the output's.
+        # The loss on row sums has a small weight.
         grad_sum = 1e-3 * torch.randn_like(row_sum)
         grads = grads._replace(out=out, row_sum=row_sum, grad_sum=grad_sum)
     return Call(problem, grads)
@@ -98,7 +102,7 @@ def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
 
 
 def gate(job: tuple[int, bool, bool, str]) -> float:
-    """The largest relative error of the gradients at an odd length; compiles, too."""
+    """Largest relative error of the gradients at an odd length; also compiles the kernels."""
     width, causal, models, variant = job
     n = 77 if INTERPRETED else 4093
     call = make(width, causal, n, models, tokens=2 * n, total=2 * width)
@@ -127,7 +131,7 @@ def gate(job: tuple[int, bool, bool, str]) -> float:
 def measure(
     width: int, causal: bool, n: int, models: bool, variants: list[str], quick: bool
 ) -> list[dict[str, object]]:
-    """Milliseconds of every backward at one shape, and how much faster than the peer's it is."""
+    """Milliseconds of each variant at one shape, and its speed relative to the peer."""
     call = make(width, causal, n, models, **({"tokens": 128, "total": 64} if quick else {}))
     leaves = [each.detach().requires_grad_() for each in call.problem[:3]]
     with sdpa_kernel(PEER):
@@ -152,11 +156,13 @@ def measure(
 
 
 def main() -> None:
-    """Gate, then time; the lines printed last are the table."""
-    parser = argparse.ArgumentParser(description="Times the backward kernels.")
+    """Check all variants, time them, and print a table."""
+    parser = argparse.ArgumentParser(description="Time the backward kernels.")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=90, help="no new shape after that")
-    parser.add_argument("--only", nargs="+", default=[], help="names of variants; default all")
+    parser.add_argument(
+        "--seconds", type=float, default=90, help="time after which no shape starts"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="names of variants; default: all")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16_384])
     parser.add_argument("--models", action="store_true", help="the call of the document models")
     parser.add_argument("--quick", action="store_true", help="one tiny shape")
@@ -172,10 +178,10 @@ def main() -> None:
     if INTERPRETED:
         errors = list(map(gate, jobs))
     else:
-        # All at once: compiling takes longest, and a core each.
+        # One process for each job, because compilation dominates.
         with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn")) as pool:
             errors = list(pool.map(gate, jobs))
-    refused = [job for job, error in zip(jobs, errors, strict=True) if not error <= BOUND]
+    refused = [job for job, error in zip(jobs, errors, strict=True) if not error <= TOLERANCE]
     print(f"largest error {max(errors):.1e}, refused: {refused}, {time.monotonic() - start:.0f} s")
     print("width mask n: milliseconds (ratio to the first)")
     rows: list[dict[str, object]] = []

@@ -1,20 +1,17 @@
-"""Curves of trainings out of the JSON that `benchmarks/runs.py` writes, side by side.
+"""Draw training curves from the JSON files of `benchmarks.runs`.
 
-    python benchmarks/curves.py results/2026-11-15-two-by-two.json --out docs/collapse.svg \\
+    python -m benchmarks.curves results/2026-11-15-two-by-two.json --out docs/collapse.svg \\
         --panel nll --panel cross.entropy --panel cross.zeros \\
         --run softmax "softmax" --run root-above-losses "the paper's start, with losses"
 
-A panel is `nll` (while training), `dev`, or a statistic of a site: `cross.entropy`, `cross.zeros`,
-`decoder.row_sum`, `cross.dead_rows`. Runs are drawn in the order given, under the names given.
+A panel is `nll` (training loss), `dev`, or a statistic of an attention site: `cross.entropy`,
+`cross.zeros`, `decoder.row_sum`, `cross.dead_rows`. Runs keep the order and names of the options.
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.console import guarded
 from reluformer.errors import UserError
@@ -22,8 +19,8 @@ from reluformer.files import atomic_path
 
 COLOURS = ("#444444", "#c1121f", "#1d4e89", "#e09f3e", "#5b8c5a", "#7b5ea7", "#b08968")
 TITLES = {
-    "nll": "training, nats a token",
-    "dev": "dev, nats a token",
+    "nll": "training loss, nats per token",
+    "dev": "dev loss, nats per token",
     "entropy": "entropy",
     "zeros": "share of zero weights",
     "row_sum": "mean row sum",
@@ -33,7 +30,7 @@ SITES = {"cross": "attention to the source", "decoder": "decoder", "encoder": "e
 
 
 def points(curve: list[dict[str, Any]], panel: str) -> tuple[list[float], list[float]]:
-    """Millions of target tokens, and the panel's number there."""
+    """Millions of target tokens and the value of the panel at each point of a curve."""
     xs, ys = [], []
     for point in curve:
         value = _value(point, panel)
@@ -56,13 +53,13 @@ def _value(point: dict[str, Any], panel: str) -> float | None:
 
 
 def title(panel: str) -> str:
-    """What a panel is called in the picture."""
+    """Title of a panel."""
     site, _, name = panel.rpartition(".")
     return f"{SITES[site]}: {TITLES[name]}" if site else TITLES[name]
 
 
 def check(panels: list[str]) -> None:
-    """Refuse panels that no training has."""
+    """Raise UserError for an unknown panel."""
     named = [f"{site}.{name}" for site in SITES for name in list(TITLES)[2:]]
     for panel in panels:
         if panel not in ("nll", "dev", *named):
@@ -72,7 +69,7 @@ def check(panels: list[str]) -> None:
 def draw(
     runs: dict[str, list[dict[str, Any]]], panels: list[str], logs: list[str], out: Path
 ) -> None:
-    """One panel beside the other, a line for each run."""
+    """Draw the panels side by side, with a line for each run."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -102,9 +99,9 @@ def draw(
 
 @guarded
 def main() -> None:
-    """Read, check, draw."""
+    """Read the results, check the arguments and draw."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks/runs.py")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks.runs")
     parser.add_argument("--panel", action="append", required=True)
     parser.add_argument("--log", action="append", default=[], help="panel with a log axis")
     parser.add_argument("--run", nargs=2, action="append", metavar=("RUN", "NAME"), required=True)
@@ -113,13 +110,13 @@ def main() -> None:
     check([*arguments.panel, *arguments.log])
     if len(arguments.run) > len(COLOURS):
         raise UserError(f"--run may be given {len(COLOURS)} times, got {len(arguments.run)}")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for path in arguments.results:
-        found |= json.loads(path.read_text(encoding="utf-8"))["runs"]
+        results |= json.loads(path.read_text(encoding="utf-8"))["runs"]
     for run, _ in arguments.run:
-        if run not in found:
-            raise UserError(f"--run must be one of {', '.join(found)}, got {run!r}")
-    runs = {name: found[run]["curve"] for run, name in arguments.run}
+        if run not in results:
+            raise UserError(f"--run must be one of {', '.join(results)}, got {run!r}")
+    runs = {name: results[run]["curve"] for run, name in arguments.run}
     draw(runs, arguments.panel, arguments.log, arguments.out)
 
 

@@ -1,15 +1,15 @@
 """Decoding with rectified attention against SDPA and a copy of the same bytes, on one GPU.
 
-    python benchmarks/decode.py --out decode.json
-    TRITON_INTERPRET=1 python benchmarks/decode.py --quick --out decode.json
+    python -m benchmarks.decode --out decode.json
+    TRITON_INTERPRET=1 python -m benchmarks.decode --quick --out decode.json
 
-Every tile is first compared with float64; one that is out of bounds gets no speed. A first pass
-picks, for each width and way of record, the fastest of the candidates on one shape; it is then
-used on all. Times are medians of interleaved rounds, ratios medians of the ratios within a round.
-Calls walk over several copies of small inputs, so that nobody reads from the cache of the device.
-`of copy` is the time in which the device copies half of the bytes of keys and values (reads and
-writes count alike) over ours: above 1 where values are left unread. SDPA runs each backend twice,
-with grouped heads as they are and with the heads of a group as query rows; the better one counts.
+Tiles whose error against float64 exceeds the tolerance are not timed. A first pass selects the
+fastest tile on one shape, for each head width and variant; all shapes use it. Times are medians
+of interleaved rounds, and ratios are medians of the ratios within a round. Calls rotate over
+several copies of small inputs, so that inputs are not read from the cache. `of copy` is the time
+of a device copy that reads and writes as many bytes as keys and values have, over our time; it
+exceeds 1 where values are not read. SDPA runs each backend with grouped heads and with the heads
+of a group as query rows; the faster one counts.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import json
 import math
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -32,21 +31,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from reluformer import PagedCache, decode_attention, relu_attention
 from reluformer.bench.timing import Clock, ratio
 from reluformer.ops.backends.triton import tuning
 from reluformer.ops.backends.triton.tuning import Tile
 
-BOUND = 3e-3
+TOLERANCE = 3e-3
 WAYS = ("whole", "skip", "paged", "paged bounds")
-"""All values read; none without weight; the same from pages; and no page without weight."""
+"""Variants: read all values; skip values without weight; the same from pages; skip whole pages."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Kind of input: the share of keys, or of whole pages, without weight for all of a group."""
+    """Kind of input: the share of keys, or of pages, without weight for a group of heads."""
 
     name: str
     dead: float | None
@@ -76,20 +73,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: the H200 run, or toy sizes that test this script on a CPU."""
+    """Shapes and settings: the H200 run, or toy sizes that test this script on a CPU."""
 
     device: str
     dtype: torch.dtype
     shapes: tuple[Shape, ...]
     tuned_on: tuple[Shape, ...]
-    """One for each width and number of queries."""
+    """Shapes that select tiles, one for each head width and number of queries."""
     page: int
     checked: Shape
-    """What tiles are compared on, at every width and number of queries."""
+    """Shape of the comparison with float64, at every head width and number of queries."""
     rounds: int
     workers: int
     footprint: int
-    """Bytes that the copies of an input fill at least."""
+    """Minimum bytes of all copies of an input."""
     peers: tuple[tuple[str, str], ...]
 
 
@@ -126,7 +123,7 @@ TOY = Plan(
 
 
 def candidates(way: str, width: int, quick: bool) -> list[Tile]:
-    """Tiles worth timing; how far the keys are split is tried later, it needs no compilation."""
+    """Tiles to time. The number of splits of the keys is tried later, without compilation."""
     if quick:
         return [Tile(16, 16, 4, 1, skip=way != "whole")]
     wide = {
@@ -134,28 +131,28 @@ def candidates(way: str, width: int, quick: bool) -> list[Tile]:
                   (32, 2, 4)],
         "skip": [(64, 4, 3), (64, 4, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3), (32, 4, 3),
                  (32, 2, 3)],
-        # The table is looked up in the same pipeline, which takes half of its stages.
+        # The page table is read in the same pipeline, which takes half of its stages.
         "paged": [(64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 5)],
         "paged bounds": [(64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 5)],
     }  # fmt: skip
-    # Half the width: twice the keys are as many bytes.
+    # At half the width, twice the keys are the same number of bytes.
     factor = 2 if width <= 64 else 1
     most = 64 if way == "paged bounds" else 256
-    found = [
+    tiles = [
         Tile(16, min(keys * factor, most), warps, stages, skip=way != "whole")
         for keys, warps, stages in wide[way]
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tiles))
 
 
 def inputs(plan: Plan, shape: Shape, data: Data) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v; keys without weight score below zero for every query, and the others above."""
+    """q, k, v; keys without weight have negative scores for all queries, others positive."""
 
     def normal(heads: int, length: int) -> Tensor:
-        made = torch.empty(
+        tensor = torch.empty(
             shape.batch, heads, length, shape.width, device=plan.device, dtype=plan.dtype
         )
-        return made.normal_()
+        return tensor.normal_()
 
     q = normal(shape.heads, shape.queries)
     k, v = normal(shape.kv_heads, shape.keys), normal(shape.kv_heads, shape.keys)
@@ -170,7 +167,7 @@ def inputs(plan: Plan, shape: Shape, data: Data) -> tuple[Tensor, Tensor, Tensor
 
 
 def cached(plan: Plan, k: Tensor, v: Tensor, bounds: bool) -> PagedCache:
-    """The same keys and values in pages, those of the sequences mixed."""
+    """The same keys and values in a paged cache."""
     batch, heads, keys, width = k.shape
     cache = PagedCache(
         batch, heads, width, pages=batch * math.ceil(keys / plan.page), page_size=plan.page,
@@ -183,21 +180,21 @@ def cached(plan: Plan, k: Tensor, v: Tensor, bounds: bool) -> PagedCache:
 
 
 def prepare(plan: Plan, way: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """One of our ways on one input, with a cache where it reads pages."""
+    """A call of one variant on one input."""
     if way in ("whole", "skip"):
         return lambda: relu_attention(q, k, v, impl="triton")
     cache = cached(plan, k, v, bounds=way == "paged bounds")
     return lambda: decode_attention(q, cache, causal=False, impl="triton")
 
 
-# Way, width and number of queries.
+# Variant, head width and number of queries.
 Case = tuple[str, int, int]
 Allowed = dict[Case, list[Tile]]
 Chosen = dict[Case, Tile]
 
 
 def check_tile(job: tuple[Plan, str, int, int, Tile]) -> dict[str, Any]:
-    """Compile one tile and compare it with float64; runs in a worker, where it fills the cache."""
+    """Compile one tile and compare it with float64; a worker does so to fill the compile cache."""
     plan, way, width, queries, tile = job
     entry = {"way": way, "width": width, "queries": queries, "tile": asdict(tile)}
     torch.manual_seed(0)
@@ -208,18 +205,18 @@ def check_tile(job: tuple[Plan, str, int, int, Tile]) -> dict[str, Any]:
             q, k, v = inputs(plan, shape, data)
             call = prepare(plan, way, q, k, v)
             with tuning.override({"decode": tile}):
-                found = call().double()
-            wanted = relu_attention(q.double(), k.double(), v.double(), impl="reference")
-            error = float((found - wanted).norm() / wanted.norm().clamp(min=1e-6))
-            # A NaN stays: every comparison with it is false.
+                output = call().double()
+            exact = relu_attention(q.double(), k.double(), v.double(), impl="reference")
+            error = float((output - exact).norm() / exact.norm().clamp(min=1e-6))
+            # This form keeps NaN, because comparisons with NaN are false.
             worst = error if not error <= worst else worst
     except Exception as problem:
         return {**entry, "ok": False, "error": f"{type(problem).__name__}: {problem}"[:300]}
-    return {**entry, "ok": worst <= BOUND, "error": worst}
+    return {**entry, "ok": worst <= TOLERANCE, "error": worst}
 
 
 def gate(plan: Plan) -> Allowed:
-    """The candidates that agree with float64, for each way, width and number of queries."""
+    """Tiles that agree with float64, for each variant, head width and number of queries."""
     jobs = [
         (plan, way, shape.width, shape.queries, tile)
         for shape in plan.tuned_on
@@ -232,19 +229,19 @@ def gate(plan: Plan) -> Allowed:
             entries = list(pool.map(check_tile, jobs))
     else:
         entries = [check_tile(job) for job in jobs]
-    found: Allowed = {}
+    allowed: Allowed = {}
     for entry in entries:
         if entry["ok"]:
             key = (entry["way"], entry["width"], entry["queries"])
-            found.setdefault(key, []).append(Tile(**entry["tile"]))
+            allowed.setdefault(key, []).append(Tile(**entry["tile"]))
         else:
-            print("out of bounds or refused:", json.dumps(entry), flush=True)
-    print(f"{sum(map(len, found.values()))} of {len(jobs)} tiles within bounds", flush=True)
-    return found
+            print("above the tolerance or failed:", json.dumps(entry), flush=True)
+    print(f"{sum(map(len, allowed.values()))} of {len(jobs)} tiles passed", flush=True)
+    return allowed
 
 
 class Inputs:
-    """Enough copies of one input to fill more than a cache, walked over call by call."""
+    """Copies of one input that exceed the cache together; each call uses the next one."""
 
     def __init__(self, plan: Plan, shape: Shape, data: Data) -> None:
         size = 2 * shape.batch * shape.kv_heads * shape.keys * shape.width * plan.dtype.itemsize
@@ -254,8 +251,8 @@ class Inputs:
         self.copies = cycle([(torch.empty_like(k), k) for _, k, _ in self.sets])
 
     def ours(self, way: str) -> Callable[[Tile], None]:
-        """One of our ways, for any tile."""
-        turn = cycle([prepare(self.plan, way, *each) for each in self.sets])
+        """A variant as a function of the tile."""
+        turn = cycle([prepare(self.plan, way, *qkv) for qkv in self.sets])
 
         def call(tile: Tile) -> None:
             with tuning.override({"decode": tile}):
@@ -264,7 +261,7 @@ class Inputs:
         return call
 
     def peer(self, backend: str, packed: bool) -> Callable[[], Any]:
-        """SDPA; packed, the heads of a group are query rows of their key/value head."""
+        """SDPA; with `packed`, the heads of a group are query rows of their key/value head."""
         turn = cycle(self.sets)
         grouped = self.shape.heads != self.shape.kv_heads
 
@@ -278,10 +275,10 @@ class Inputs:
         return call
 
     def peers(self) -> dict[str, Callable[[], Any]]:
-        """SDPA's backends that run this shape."""
-        found = {}
+        """SDPA backends that run this shape."""
+        calls = {}
         for name, backend in self.plan.peers:
-            # It keeps all scores, and grouped keys once per head.
+            # This backend stores all scores and repeats grouped keys for each head.
             if name == "math" and self.plan.device == "cuda" and self.bytes > 1 << 28:
                 continue
             for packed in (False, True):
@@ -292,33 +289,33 @@ class Inputs:
                     call()
                 except RuntimeError:
                     continue
-                found[name + " packed" * packed] = call
-        return found
+                calls[name + " packed" * packed] = call
+        return calls
 
     def copy(self) -> None:
-        """As many bytes read and written as keys and values have."""
+        """Read and write as many bytes as keys and values have together."""
         target, source = next(self.copies)
         target.copy_(source)
 
 
 def tune(plan: Plan, clock: Clock, allowed: Allowed) -> tuple[Chosen, list[dict[str, Any]]]:
-    """The fastest permitted tile for each way and width, and all times, best first."""
+    """The fastest allowed tile for each variant and shape, and all times, fastest first."""
     chosen: Chosen = {}
     report: list[dict[str, Any]] = []
     data = {"whole": FULL, "skip": SPARSE, "paged": FULL, "paged bounds": CLUSTERED}
     for shape in plan.tuned_on:
         for way in WAYS:
-            found = allowed.get((way, shape.width, shape.queries), [])
+            tiles = allowed.get((way, shape.width, shape.queries), [])
             if plan.device == "cuda":
-                found = [replace(tile, programs=count) for tile in found for count in (2, 4, 8)]
-            if not found:
+                tiles = [replace(tile, programs=count) for tile in tiles for count in (2, 4, 8)]
+            if not tiles:
                 continue
             call = Inputs(plan, shape, data[way]).ours(way)
-            times = clock.rounds({str(tile): partial(call, tile) for tile in found}, 3, 0.0)
-            # The clock leaves out who is far behind.
-            found = [tile for tile in found if str(tile) in times]
-            medians = {tile: statistics.median(times[str(tile)]) for tile in found}
-            ranked = sorted(found, key=medians.__getitem__)
+            times = clock.rounds({str(tile): partial(call, tile) for tile in tiles}, 3, 0.0)
+            # The clock leaves out tiles that are far slower than the fastest.
+            tiles = [tile for tile in tiles if str(tile) in times]
+            medians = {tile: statistics.median(times[str(tile)]) for tile in tiles}
+            ranked = sorted(tiles, key=medians.__getitem__)
             chosen[way, shape.width, shape.queries] = ranked[0]
             report += [
                 {"way": way, "shape": str(shape), "tile": asdict(tile), "ms": medians[tile]}
@@ -328,53 +325,57 @@ def tune(plan: Plan, clock: Clock, allowed: Allowed) -> tuple[Chosen, list[dict[
 
 
 def measure(plan: Plan, shape: Shape, data: Data, clock: Clock, chosen: Chosen) -> dict[str, Any]:
-    """One row: times, rates and ratios of all contestants on one kind of data."""
-    given = Inputs(plan, shape, data)
+    """One row: times, rates and ratios of all calls on one kind of data."""
+    copies = Inputs(plan, shape, data)
     ways = WAYS[:2] if data in (RANDOM, SPARSE) else WAYS
-    calls: dict[str, Callable[[], Any]] = {"copy": given.copy, **given.peers()}
+    calls: dict[str, Callable[[], Any]] = {"copy": copies.copy, **copies.peers()}
     for way in ways:
         tile = chosen.get((way, shape.width, shape.queries))
         if tile is not None:
-            calls[way] = partial(given.ours(way), tile)
+            calls[way] = partial(copies.ours(way), tile)
     times = clock.rounds(calls, plan.rounds, 0.0, yardstick="copy")
     peers = [name for name in times if name not in (*WAYS, "copy")]
     best = min(peers, key=lambda name: statistics.median(times[name]), default=None)
     row: dict[str, Any] = {
-        "shape": str(shape), **asdict(shape), "data": data.name, "bytes": given.bytes, "peer": best,
+        "shape": str(shape), **asdict(shape), "data": data.name, "bytes": copies.bytes,
+        "peer": best,
     }  # fmt: skip
-    for name, found in times.items():
+    for name, rounds in times.items():
         row[name] = {
-            "ms": statistics.median(found),
-            "low": min(found),
-            "high": max(found),
-            "TB/s": given.bytes / statistics.median(found) / 1e9,
-            "of copy": ratio(found, times["copy"]),
-            **({"x peer": ratio(found, times[best])} if best else {}),
+            "ms": statistics.median(rounds),
+            "low": min(rounds),
+            "high": max(rounds),
+            "TB/s": copies.bytes / statistics.median(rounds) / 1e9,
+            "of copy": ratio(rounds, times["copy"]),
+            **({"x peer": ratio(rounds, times[best])} if best else {}),
             **({"host us": clock.host[name]} if name in clock.host else {}),
         }
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The short table that is printed last."""
+    """The results as a text table."""
     lines = [f"{'shape':28} {'data':16} {'way':13} {'ms':>8} {'host us':>8} {'TB/s':>6} "
              f"{'of copy':>8} {'x peer':>7}  peer"]  # fmt: skip
     for row in rows:
         for name in ("copy", row["peer"], *WAYS):
             if name in row:
-                found = row[name]
+                result = row[name]
                 lines.append(
-                    f"{row['shape']:28} {row['data']:16} {name:13} {found['ms']:8.4f} "
-                    f"{found.get('host us', math.nan):8.0f} {found['TB/s']:6.2f} "
-                    f"{found['of copy']:8.2f} {found.get('x peer', math.nan):7.2f}  {row['peer']}"
+                    f"{row['shape']:28} {row['data']:16} {name:13} {result['ms']:8.4f} "
+                    f"{result.get('host us', math.nan):8.0f} {result['TB/s']:6.2f} "
+                    f"{result['of copy']:8.2f} {result.get('x peer', math.nan):7.2f}  {row['peer']}"
                 )
     return "\n".join(lines)
 
 
 def main() -> None:
+    """Check, tune and measure; write JSON and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--seconds", type=float, default=90.0, help="time for everything")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, help="time after which no measurement starts"
+    )
     parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU")
     arguments = parser.parse_args()
     start = time.monotonic()

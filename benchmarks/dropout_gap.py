@@ -1,17 +1,16 @@
-"""What dropout does to attention: row sums, entropies and losses with it and without it.
+"""Effect of dropout on attention: row sums, entropies and losses with and without it.
 
-    python benchmarks/dropout_gap.py --model runs/sentence --out gap.json
+    python -m benchmarks.dropout_gap --model runs/sentence --out gap.json
 
-Reads the data of the run's own recipe. Every number is a mean over some batches of the training
-data, in training mode (dropout on) and in use (dropout off); then the dev loss with all attention
-scores multiplied by several factors, which is what `train.rescale_scores` chooses from.
+Uses the data of the run's recipe. Each number is a mean over batches of the training data, with
+dropout (as in training) and without (as in inference). The dev loss is computed with all attention
+scores multiplied by several factors, from which `train.rescale_scores` chooses.
 """
 
 import argparse
 import dataclasses
 import datetime
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -21,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.checkpoint import load_run
 from reluformer.console import guarded
@@ -62,22 +59,22 @@ def means(model: ReLUFormer, batches: Iterable[Batch], dropout: bool, bits: Bits
             parts = [torch.where(valid, each, 0.0).double().sum() for each in numbers]
             sums[record.site] += torch.stack([*parts, valid.double().sum()]).cpu()
     model.eval()
-    found = {site: (total[:2] / total[2]).tolist() for site, total in sums.items()}
-    return {"nll": loss / tokens, "row sum and entropy": found}
+    averages = {site: (total[:2] / total[2]).tolist() for site, total in sums.items()}
+    return {"nll": loss / tokens, "row sum and entropy": averages}
 
 
 def by_factor(model: ReLUFormer, loss: Callable[[], float]) -> dict[float, float]:
-    """The loss with all scores multiplied; the model is as before afterwards."""
-    multiply, found = score_multiplier(model), {}
+    """Loss for each factor on all scores; the model is restored afterwards."""
+    multiply, losses = score_multiplier(model), {}
     for factor in FACTORS:
         multiply(factor)
-        found[factor] = loss()
+        losses[factor] = loss()
     multiply(1.0)
-    return found
+    return losses
 
 
 def table(report: dict[str, Any]) -> str:
-    """Dropout on beside dropout off, and the dev loss by factor."""
+    """Values with and without dropout side by side, and the dev loss by factor."""
     on, off = report["dropout on"], report["dropout off"]
     lines = [f"{'':16}{'dropout on':>12}{'off':>8}{'ratio':>8}"]
     lines += [f"{'training nll':16}{on['nll']:12.3f}{off['nll']:8.3f}"]
@@ -92,10 +89,10 @@ def table(report: dict[str, Any]) -> str:
 
 @guarded
 def main() -> None:
-    """Measure, write JSON, print a table."""
+    """Measure, write JSON and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a run's folder")
-    parser.add_argument("--batches", type=int, default=16, help="of the training data")
+    parser.add_argument("--batches", type=int, default=16, help="number of training batches")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

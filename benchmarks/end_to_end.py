@@ -1,25 +1,25 @@
 """Whole training steps on the fused kernels, on the reference, and with softmax through SDPA.
 
-    python benchmarks/end_to_end.py --out end-to-end.json
-    TRITON_INTERPRET=1 python benchmarks/end_to_end.py --quick --out end-to-end.json
+    python -m benchmarks.end_to_end --out end-to-end.json
+    TRITON_INTERPRET=1 python -m benchmarks.end_to_end --quick --out end-to-end.json
 
-The recipe `document` without dropout, by the learner, objective and CUDA graphs of
-`reluformer.train`. Runs of one length share first weights and batches: random tokens with Zipf's
-frequencies, which the target repeats. All rows are full, yet runs are told lengths, as in training;
-softmax then masks, which keeps SDPA from its fastest kernels. Runs of "no lengths" are spared that.
+The recipe `document` without dropout, with the learner, objective and CUDA graphs of
+`reluformer.train`. Runs of one length share initial weights and batches: random tokens with Zipf
+frequencies, repeated by the target. All rows are full, but the model receives lengths as in
+training; softmax then needs a mask, which excludes the fastest kernels of SDPA. Runs named
+"no lengths" do not pass them.
 
 apart     largest difference of a run's losses from those of the reference in bfloat16
 rounding  the same for the reference in float32 (with TF32, as in training): what bfloat16 does to
           the rest of the model. The reference always attends in float32, so kernels that round
           weights to bfloat16 may be about as far apart as this, not much farther
-parts     in which a batch's gradients are added up where it does not fit into memory
+parts     number of micro-batches of a step that does not fit into memory
 """
 
 import argparse
 import dataclasses
 import gc
 import math
-import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -30,8 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.bench.timing import in_short
 from reluformer.config.recipe import Recipe, TrainConfig, load_recipe
@@ -51,7 +49,7 @@ from reluformer.train.trainer_state import Learner, compiles, replays
 RECIPE = "document"
 UNTIMED, CALIBRATION_TOKENS = 3, 4096
 REFERENCE, YARDSTICK, UNTOLD = "relu reference", "relu reference, float32", ", no lengths"
-# The reference in float32 runs up to this length: beyond, it takes most of the time.
+# Largest length of the float32 reference, which is slow.
 YARDSTICK_UP_TO = 1024
 SDPA = ("model.attention.kind=softmax", "model.attention.impl=sdpa")
 RUNS = {
@@ -72,7 +70,7 @@ TOY = Plan((16,), 32, UNTIMED + 1, 50, TINY)
 
 
 def batches(plan: Plan, length: int) -> list[Batch]:
-    """The batches of all steps; the target is the source."""
+    """Batches of all steps; the target equals the source."""
     rows, frequencies = plan.tokens // length, 1 / np.arange(3, plan.vocabulary)
     size, shares = (plan.steps, rows, length), frequencies / frequencies.sum()
     drawn = np.random.default_rng(length).choice(len(shares), size, p=shares)
@@ -88,7 +86,7 @@ def batches(plan: Plan, length: int) -> list[Batch]:
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some examples of a batch."""
+    """A batch with some rows of another."""
     part = batch.with_tensors([each[rows] for each in batch.tensors()])
     return dataclasses.replace(part, target_tokens=part.source.numel())
 
@@ -96,7 +94,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 def start(
     plan: Plan, recipe: Recipe, device: torch.device, length: int
 ) -> tuple[list[Batch], dict[str, Tensor]]:
-    """Batches on the device, and first weights off it, so that a run's memory is its own."""
+    """Batches on the device and initial weights on the host, so that peak memory is the run's."""
     data = [batch.to(device) for batch in batches(plan, length)]
     torch.manual_seed(length)
     model = ReLUFormer(recipe.model_with(plan.vocabulary)).to(device)
@@ -105,7 +103,7 @@ def start(
 
 
 def order(lengths: Sequence[int]) -> list[tuple[int, str]]:
-    """Length and name of all runs: the references, which are slow, last."""
+    """Length and name of all runs; the slow references come last."""
     return [
         (length, name)
         for slow in (False, True)
@@ -117,7 +115,7 @@ def order(lengths: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def stepper(config: TrainConfig, model: ReLUFormer, group: Processes, told: bool) -> Step:
-    """A function that takes one step as the training loop does, and gives the loss []."""
+    """A function that takes one step like the training loop and returns the loss []."""
     learner, device = Learner(model, config, group), group.device
     parallel = learner.parallel
     if not told:
@@ -143,11 +141,11 @@ def stepper(config: TrainConfig, model: ReLUFormer, group: Processes, told: bool
 def train(
     parts: int, recipe: Recipe, plan: Plan, data: list[Batch], start: dict[str, Any], told: bool
 ) -> dict[str, Any]:
-    """Losses, speed and memory of one run."""
+    """Losses, speed and peak memory of one run."""
     with processes(recipe.train.device) as group, torch_settings(recipe.train, group.device):
         cuda = group.device.type == "cuda"
         model = ReLUFormer(recipe.model_with(plan.vocabulary)).to(group.device)
-        # Softmax has no gammas and thresholds to load.
+        # Softmax attention has no gamma and no threshold.
         model.load_state_dict(start, strict=recipe.model.attention.kind == "relu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -157,7 +155,7 @@ def train(
             cuts = range(0, len(batch.source), size)
             found.append(take([rows_of(batch, slice(at, at + size)) for at in cuts], step))
             if step in (UNTIMED, len(data)):
-                # Waits for the device.
+                # Synchronises the device.
                 found[-1].item()
                 clock.append(time.perf_counter())
     return {
@@ -169,7 +167,7 @@ def train(
 
 
 def attempt(parts: int, *given: Any) -> dict[str, Any]:
-    """`train` in `parts`, or more where memory asks for it; a failure is a result, too."""
+    """Result of `train`, with more parts when memory is short, or the error."""
     try:
         return train(parts, *given)
     except torch.OutOfMemoryError:
@@ -184,7 +182,7 @@ def attempt(parts: int, *given: Any) -> dict[str, Any]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to the rows of one length how far losses are apart, and the ratios of speed."""
+    """Add differences of losses and ratios of speed to the rows of one length."""
     found = {row["run"]: row for row in rows if "losses" in row}
     for name, row in found.items() if REFERENCE in found else ():
         reference = found[REFERENCE]
@@ -195,7 +193,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The short table that is printed last."""
+    """The results as a text table."""
     forms = {"tokens_per_second": ",.0f", "x_reference": ".2f", "peak_gib": ".1f", "parts": "",
              "apart": ".1e", "rounding": ".1e"}  # fmt: skip
     lines = [f"length {'run':24}" + "".join(f"{name:>18}" for name in forms)]
@@ -208,17 +206,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Train everything while there is time; write and print what was found."""
+    """Train all runs within the time limit, write JSON and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--seconds", type=float, default=80.0, help="start no run after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=80.0, help="time after which no run starts"
+    )
     parser.add_argument("--compile", action="store_true", help="compile layers; takes minutes")
-    parser.add_argument("--lengths", type=int, nargs="+", help="instead of 512 to 4096")
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 512 to 4096")
     parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU")
     arguments = parser.parse_args()
     begin = time.monotonic()
     plan, device = (TOY, torch.device("cpu")) if arguments.quick else (GPU, torch.device("cuda"))
-    # The short warm-up lets some steps be taken at the full rate.
+    # A short warm-up, so that some steps have the full learning rate.
     settings = ["model.dropout=0.0", "train.warmup=10", *plan.overrides]
     settings.append(f"train.compile={str(arguments.compile).lower()}")
     recipes = {name: load_recipe(RECIPE, [*settings, *own]) for name, own in RUNS.items()}

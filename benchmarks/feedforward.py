@@ -1,31 +1,29 @@
-"""What epilogues gain in a ReLU feed-forward memory, on one GPU.
+"""Gains of fused epilogues in a ReLU feed-forward memory, on one GPU.
 
-    python benchmarks/feedforward.py --out feedforward.json
-    TRITON_INTERPRET=1 python benchmarks/feedforward.py --quick --out feedforward.json
+    python -m benchmarks.feedforward --out feedforward.json
+    TRITON_INTERPRET=1 python -m benchmarks.feedforward --quick --out feedforward.json
 
 The memory is ReLU(x K^T) V with N tokens, width w and s slots, in bfloat16. Forward and backward
-are two and four products of 2 N w s operations. Between them h = ReLU(x K^T) [N, s] is touched by
+are two and four products of 2 N w s FLOPs. Between them, h = ReLU(x K^T) [N, s] is accessed by
 
     ReLU, forward     reads and writes h            4 N s bytes
     ReLU, backward    reads dh and h, writes dh     6 N s bytes
 
-which at 4 TB/s and 700 TFLOP/s is 29 % of the time of the products at w 512 and 14 % at w 1024,
-whatever s is. An epilogue of the first product saves the first line, one of dh = dy V^T that reads
-h saves 4 N s of the second. A one-bit mask saved by the forward would spare that epilogue most of
-the 2 N s bytes left, at most 6 % and 3 %. It saves no memory: the gradient of V is h^T dy, so h is
-kept (torch keeps nothing else), or made again by a seventh product, 17 % more work.
+At 4 TB/s and 700 TFLOP/s this is 29 % of the time of the products at w 512 and 14 % at w 1024, for
+any s. An epilogue of the first product saves the first line. An epilogue of dh = dy V^T that reads
+h saves 4 N s bytes of the second. A one-bit mask, stored by the forward, would save that epilogue
+most of the remaining 2 N s bytes, at most 6 % and 3 %. It saves no memory: the gradient of V is
+h^T dy, so h is stored anyway, or recomputed by a seventh product, which is 17 % more work.
 
-"rest" is the time beyond that of the six products alone. "definition" is the formula written out,
-"memory" is the module as it ships, with the first epilogue by cuBLASLt
-(`reluformer.ops.relu_linear`). The Triton ones are ordinary products with an epilogue: that of the
-backward pass alone, or both. On an H200 at w 512 and s 2048 (w 1024, s 4096) the first epilogue
-saves 8 % (5 %) of forward and backward, the second 3 % (1 %) more: it is not worth a kernel, and a
-mask for it still less.
+"rest" is the time beyond the six products alone. "definition" is the formula in torch. "memory" is
+the module of the package, with the first epilogue by cuBLASLt (`reluformer.ops.relu_linear`). The
+Triton variants are matrix products with an epilogue, in the backward only or in both passes. On an
+H200 at w 512 and s 2048 (w 1024, s 4096), the first epilogue saves 8 % (5 %) of forward and
+backward, the second 3 % (1 %) more. The second is not worth a kernel, and neither is a mask.
 """
 
 import argparse
 import statistics
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -38,8 +36,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from reluformer.bench.timing import Clock, in_short, ratio
 from reluformer.files import write_json
 from reluformer.info import commit, info
@@ -47,7 +43,7 @@ from reluformer.model.memory import KeyValueMemory
 from reluformer.ops.relu_linear import relu_linear
 
 MATMULS = "matmuls"
-BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 Tile = namedtuple("Tile", "rows columns depth warps stages")
 Plan = namedtuple("Plan", "device dtype tokens sizes tiles")
 TILES = (Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4))
@@ -60,11 +56,14 @@ def product_kernel(
     a, b, gate, out, columns, depth,
     GATED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """out = a b^T where `gate` is above 0, else 0; without a gate, ReLU(a b^T)."""
-    # Columns first: b fits into the cache of the device.
+    """out = a b^T where `gate` is positive, else 0; without a gate, ReLU(a b^T).
+
+    A program owns one tile [M, N] of out in registers and loops over K.
+    """
+    # Programs take columns first, because b fits into the L2 cache.
     at, across = tl.program_id(0), columns // N
     row, column = at // across * M, at % across * N
-    total = tl.zeros((M, N), tl.float32)
+    total = tl.zeros((M, N), tl.float32)  # [M, N]
     for step in range(0, depth, K):
         total = tl.dot(a.load([row, step]), b.load([column, step]).T, total)
     total = tl.where(gate.load([row, column]) > 0, total, 0.0) if GATED else tl.maximum(total, 0.0)
@@ -88,38 +87,38 @@ def product(a: Tensor, b: Tensor, gate: Tensor | None, tile: Tile) -> Tensor:
 
 
 class Fused(torch.autograd.Function):
-    """ReLU(x K^T) V, the backward pass by a tile; so is the forward one where it has a tile."""
+    """ReLU(x K^T) V with a Triton kernel in the backward and, if it has a tile, in the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, keys: Any, values: Any, *tiles: Any) -> Tensor:
-        ahead, ctx.back = tiles
-        hidden = product(x, keys, None, ahead) if ahead else relu_linear(x, keys)
+        forward_tile, ctx.backward_tile = tiles
+        hidden = product(x, keys, None, forward_tile) if forward_tile else relu_linear(x, keys)
         ctx.save_for_backward(x, keys, values, hidden)
         return hidden @ values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, keys, values, hidden = ctx.saved_tensors
-        change = product(grad, values, hidden, ctx.back)
-        return change @ keys, change.t() @ x, hidden.t() @ grad, None, None
+        grad_hidden = product(grad, values, hidden, ctx.backward_tile)
+        return grad_hidden @ keys, grad_hidden.t() @ x, hidden.t() @ grad, None, None
 
 
 def definition(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """ReLU(x K^T) V [N, w], written out."""
+    """ReLU(x K^T) V [N, w] in plain torch."""
     return (x @ keys.t()).relu() @ values
 
 
 class Case:
-    """One size: x [N, w], the ways to read a memory, and what arrives at their output."""
+    """One size: x [N, w], the implementations, and the gradient of their output."""
 
     def __init__(self, plan: Plan, width: int, slots: int) -> None:
         torch.manual_seed(0)
-        made: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
-        memory = KeyValueMemory(width, slots).to(**made)
-        self.x = torch.randn(plan.tokens, width, **made, requires_grad=True)
-        self.grad = torch.randn(plan.tokens, width, **made)
-        # Zeros save power, and so time: as many as there will be.
-        self.hidden = torch.randn(plan.tokens, slots, **made).relu()
+        options: dict[str, Any] = {"device": plan.device, "dtype": plan.dtype}
+        memory = KeyValueMemory(width, slots).to(**options)
+        self.x = torch.randn(plan.tokens, width, **options, requires_grad=True)
+        self.grad = torch.randn(plan.tokens, width, **options)
+        # As many zeros as in a memory, because zeros save power and so time.
+        self.hidden = torch.randn(plan.tokens, slots, **options).relu()
         self.leaves = (self.x, memory.keys, memory.values)
         fused = partial(Fused.apply, *self.leaves)
         self.runs: dict[str, Callable[[], Tensor]] = {}
@@ -141,7 +140,7 @@ class Case:
 
     @torch.no_grad()
     def matmuls(self, backward: bool) -> None:
-        """The products, on whatever numbers."""
+        """The matrix products alone."""
         _, keys, values = self.leaves
         _ = self.x @ keys.t(), self.hidden @ values
         if backward:
@@ -149,20 +148,22 @@ class Case:
             _ = self.hidden.t() @ self.x, self.hidden.t() @ self.grad
 
     def check(self, name: str) -> str | None:
-        """Why a way cannot be timed, or None if it agrees with float64."""
+        """Reason why an implementation is not timed; None if it agrees with float64."""
         try:
-            found = self.both(name)
+            results = self.both(name)
         except Exception as problem:
             return in_short(problem)
-        x, keys, values = leaves = [each.detach().double().requires_grad_() for each in self.leaves]
+        x, keys, values = leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
         out = definition(x, keys, values)
-        wanted = [out.detach(), *torch.autograd.grad(out, leaves, self.grad.double())]
-        worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
-        return None if worst <= BOUND[self.x.dtype] else f"error {worst:.1e}"
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, self.grad.double())]
+        worst = max(
+            float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True)
+        )
+        return None if worst <= TOLERANCE[self.x.dtype] else f"error {worst:.1e}"
 
 
 def measure(case: Case, clock: Clock) -> list[dict[str, Any]]:
-    """A row for every way: milliseconds, shares of the products' time, memory."""
+    """A row for each implementation: milliseconds, time beyond the products, memory."""
     rows: dict[str, dict[str, Any]] = {name: {"way": name} for name in (MATMULS, *case.runs)}
     for name, run in case.runs.items():
         reason = case.check(name)
@@ -178,14 +179,14 @@ def measure(case: Case, clock: Clock) -> list[dict[str, Any]]:
     for mode, calls in (("forward", timed), ("both", whole)):
         calls = {**calls, MATMULS: partial(case.matmuls, mode == "both")}
         times = clock.rounds(calls, 10, 0.2 if clock.cuda else 0.0)
-        for name, found in times.items():
-            rows[name][mode] = statistics.median(found)
-            rows[name][f"{mode}_rest"] = ratio(times[MATMULS], found) - 1
+        for name, rounds in times.items():
+            rows[name][mode] = statistics.median(rounds)
+            rows[name][f"{mode}_rest"] = ratio(times[MATMULS], rounds) - 1
     return list(rows.values())
 
 
 def main() -> None:
-    """Measure all sizes, write and print what was found."""
+    """Measure all sizes, write JSON and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU")
@@ -193,8 +194,8 @@ def main() -> None:
     plan = TOY if arguments.quick else GPU
     rows: list[dict[str, Any]] = []
     for width, slots in plan.sizes:
-        found = measure(Case(plan, width, slots), Clock(plan.device))
-        rows += [{"width": width, "slots": slots, **row} for row in found]
+        results = measure(Case(plan, width, slots), Clock(plan.device))
+        rows += [{"width": width, "slots": slots, **row} for row in results]
     write_json(arguments.out, {"commit": commit(), "machine": info(), "rows": rows})
     print(f"width slots {'way':24} forward ms  rest both ms  rest kept MiB")
     cells = "{forward:10.4f} {forward_rest:5.0%} {both:7.4f} {both_rest:5.0%} {kept_mib:8.1f}"

@@ -1,11 +1,11 @@
-"""Kill a training run again and again with SIGKILL; what it ends with must not differ by a bit.
+"""Kill a training run repeatedly with SIGKILL; its result must be bit-identical to a whole run.
 
-    python benchmarks/kill_and_resume.py
-    python benchmarks/kill_and_resume.py --kills 40 --recipe tiny
+    python -m benchmarks.kill_and_resume
+    python -m benchmarks.kill_and_resume --kills 40 --recipe tiny
 
-Trains a recipe once undisturbed and once under fire: a third of the kills come at any moment since
-the start of the process, a third while it learns, a third while it writes a checkpoint. Prints what
-each kill hit and whether losses and weights are the same in the end; exits with 1 if they are not.
+Trains a recipe once without and once with kills. A third of the kills come at any moment after the
+start of the process, a third during training steps, a third while a checkpoint is written. Prints
+the state after each kill, and whether losses and weights are equal at the end. Exits with 1 if not.
 """
 
 import argparse
@@ -25,16 +25,16 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 class Kill(NamedTuple):
-    """One kill and what it left."""
+    """One kill and the state after it."""
 
     aim: str
     seconds: float
     step: int
-    """Last step that the process logged; 0 if it did not get that far."""
+    """Last step that the process logged; 0 if it logged none."""
     checkpoint: int
     """Step of the newest complete checkpoint."""
     litter: int
-    """Unfinished files and folders that it left."""
+    """Number of unfinished files and folders."""
 
 
 class Run:
@@ -46,16 +46,16 @@ class Run:
         self._command = [*train, "--out", str(folder), *arguments]
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start or resume it."""
+        """Start or resume the run."""
         return subprocess.Popen(self._command, env=ENVIRONMENT)
 
     def finish(self) -> None:
-        """Start or resume it and wait for its end."""
+        """Start or resume the run and wait for its end."""
         if self.start().wait() != 0:
             raise SystemExit(f"the run in {self.folder} failed")
 
     def records(self) -> list[dict[str, Any]]:
-        """Its metrics without those that depend on the clock; a line cut short is left out."""
+        """Metrics that do not depend on the clock, without an incomplete last line."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.is_file() else []
         records = [json.loads(line) for line in lines]
@@ -64,12 +64,12 @@ class Run:
         return records
 
     def starts(self) -> int:
-        """How often it has begun to learn."""
+        """Number of starts that reached the training loop."""
         path = self.folder / "run.json"
         return len(json.loads(path.read_text())["starts"]) if path.is_file() else 0
 
     def checkpoint(self) -> int:
-        """Step of its newest complete checkpoint."""
+        """Step of the newest complete checkpoint."""
         names = [path.name for path in (self.folder / "checkpoints").glob("step-????????")]
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
@@ -80,16 +80,16 @@ class Run:
 
 
 class Pace(NamedTuple):
-    """Seconds that an undisturbed run takes."""
+    """Durations of an undisturbed run, in seconds."""
 
     startup: float
-    """Until it learns."""
+    """From the start of the process to the first step."""
     checkpoint: float
     """From one checkpoint to the next."""
 
 
 def undisturbed(run: Run, checkpoints: int) -> Pace:
-    """Take the run from its start to its end."""
+    """Run without kills and measure its pace."""
     began = time.monotonic()
     process = run.start()
     _wait(process, lambda: run.starts() > 0)
@@ -106,21 +106,21 @@ def kill(run: Run, aim: str, rng: random.Random, pace: Pace) -> Kill:
     if aim == "any moment":
         moment = rng.uniform(0, pace.startup + 2 * pace.checkpoint)
         _wait(process, lambda: time.monotonic() - began > moment)
-    elif aim == "learning":
+    elif aim == "training step":
         _wait(process, lambda: run.starts() > starts)
         first, delay = time.monotonic(), rng.uniform(0, 2 * pace.checkpoint)
         _wait(process, lambda: time.monotonic() - first > delay)
     else:
-        # Litter of an earlier kill is swept before learning begins.
+        # Unfinished files of an earlier kill are removed before the first step.
         _wait(process, lambda: run.starts() > starts)
         _wait(process, run.writing, sleep=0)
     process.kill()
     process.wait()
     logged = [record["step"] for record in run.records()]
     litter = len(list(run.folder.rglob("*.partial")))
-    learnt = run.starts() > starts
+    has_trained = run.starts() > starts
     assert run.checkpoint() >= previous
-    step = max(logged, default=0) if learnt else 0
+    step = max(logged, default=0) if has_trained else 0
     return Kill(aim, time.monotonic() - began, step, run.checkpoint(), litter)
 
 
@@ -134,21 +134,21 @@ def _wait(
 
 
 def differences(first: Run, second: Run) -> list[str]:
-    """What differs between two finished runs, in words."""
+    """Names of files and weights that differ between two finished runs."""
     from safetensors.torch import load_file
 
-    found = []
+    different = []
     if first.records() != second.records():
-        found.append("metrics.jsonl")
+        different.append("metrics.jsonl")
     for name in ("model.safetensors", "config.json", "tokenizer.json", "recipe.yaml"):
         paths = [run.folder / "model" / name for run in (first, second)]
         if paths[0].read_bytes() != paths[1].read_bytes():
-            found.append(f"model/{name}")
+            different.append(f"model/{name}")
     weights = [load_file(run.folder / "model" / "model.safetensors") for run in (first, second)]
-    found += [name for name in weights[0] if not weights[0][name].equal(weights[1][name])]
+    different += [name for name in weights[0] if not weights[0][name].equal(weights[1][name])]
     if second.writing() or list(second.folder.rglob("*.partial")):
-        found.append("unfinished files")
-    return found
+        different.append("unfinished files")
+    return different
 
 
 def main() -> None:
@@ -167,17 +167,17 @@ def main() -> None:
         whole, killed = (Run(Path(folder, name), arguments) for name in ("whole", "killed"))
         pace = undisturbed(whole, steps // options.every)
         rng = random.Random(options.seed)
-        aims = ["any moment", "learning", "writing a checkpoint"]
+        aims = ["any moment", "training step", "writing a checkpoint"]
         print(f"{steps} steps, a checkpoint every {options.every}, {options.kills} kills")
-        print(f"{'kill':>4}  {'aimed at':<20} {'after':>7} {'step':>5} {'kept':>5} {'litter':>6}")
+        print(f"{'kill':>4}  {'aimed at':<20} {'after':>7} {'step':>5} {'kept':>5} {'partial':>7}")
         for number in range(options.kills):
             hit = kill(killed, aims[number % len(aims)], rng, pace)
             print(
                 f"{number + 1:>4}  {hit.aim:<20} {hit.seconds:>6.2f}s {hit.step:>5} "
-                f"{hit.checkpoint:>5} {hit.litter:>6}",
+                f"{hit.checkpoint:>5} {hit.litter:>7}",
                 flush=True,
             )
-        killed.output_transform()
+        killed.finish()
         wrong = differences(whole, killed)
         print(f"differs: {', '.join(wrong)}" if wrong else "losses and weights are bit-identical")
         sys.exit(1 if wrong else 0)

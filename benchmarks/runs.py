@@ -1,15 +1,15 @@
-"""Several trainings side by side on one device, from a list of settings; curves and scores as JSON.
+"""Train several runs of a study side by side on one device; write curves and scores as JSON.
 
-    python benchmarks/runs.py studies/shape.yaml --set data.source=data/europarl-sent \\
+    python -m benchmarks.runs studies/shape.yaml --set data.source=data/europarl-sent \\
         --folder runs/shape --out shape.json --jobs 5 --minutes 9
 
 A study is a YAML file: `recipe`, `common` (settings of all runs) and `runs` (settings by name).
-Small models leave a GPU idle: with `--jobs` so many train at once (under CUDA's multi-process
-service where it can be started). Runs that the time does not allow go on when the command is
-repeated; those that fail are shown with the last line of their log. `--test PREFIX` also translates
+`--jobs N` trains N runs at a time, because small models leave a GPU idle (under CUDA's
+multi-process service where it can be started). Unfinished runs continue when the command is
+repeated. Failed runs are shown with the last line of their log. `--test PREFIX` also translates
 PREFIX.source.txt with every finished run and scores it against PREFIX.target.txt: BLEU with its
-signature, and the paired bootstrap against the first run.
-The length penalty is tuned for each run on a part of `--dev PREFIX` (benchmarks/tuned.py).
+signature, and the paired bootstrap against the first run. The length penalty of each run is tuned
+on a part of `--dev PREFIX` (benchmarks.tuned).
 """
 
 import argparse
@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.config.migration import migrate
 from reluformer.files import write_text
@@ -48,16 +46,16 @@ CURVE = (
 
 
 class Queue:
-    """Starts commands, so many at a time, until the clock says stop."""
+    """Runs commands, `jobs` at a time, until a time limit."""
 
     def __init__(self, jobs: int, end: float) -> None:
         self.jobs, self.end = jobs, end
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
-        """Exit status and last line of each command that ended badly before the clock did."""
+        """Exit status and last line of each command that failed within the time limit."""
 
     def run(self, commands: dict[str, list[str]], logs: Path) -> list[str]:
-        """Run the commands; the names of those that ended well. The clock kills what still runs."""
+        """Run the commands until the time limit; return the names of those that succeeded."""
         waiting, good = list(commands), []
         live: dict[str, tuple[subprocess.Popen[bytes], float, int]] = {}
         while (waiting or live) and time.monotonic() < self.end:
@@ -137,7 +135,7 @@ def scores(
     outputs = {name: [folder / each / f"{name}.hypothesis" for each in sets] for name in finished}
     commands = {
         f"{name}-translate": [
-            sys.executable, str(ROOT / "benchmarks" / "tuned.py"), "--model", str(folder / name),
+            sys.executable, "-m", "benchmarks.tuned", "--model", str(folder / name),
             "--dev", asked.dev, "--test", *sets.values(), "--output", *map(str, files),
             "--batch-tokens", str(BATCH_TOKENS), *unit,
         ]

@@ -1,13 +1,13 @@
 """Run the Triton kernels on small odd shapes under NVIDIA's compute-sanitizer.
 
-    python benchmarks/sanitize.py
+    python -m benchmarks.sanitize
 
-memcheck looks for accesses out of bounds, racecheck for hazards in shared memory. Every tensor is
-an allocation of its own, of its exact size. A first run without a tool compiles everything, so that
-the tools meet kernels only; a canary that writes out of bounds must be seen. initcheck is left out:
-it must watch all of torch's kernels to know what has been written, and the tests fill fresh memory
-with NaN instead. Prints a line for each tool; the status is 1 if one found something or did not
-finish, 2 without compute-sanitizer.
+memcheck looks for accesses out of bounds, racecheck for hazards in shared memory. Every tensor has
+its own allocation of its exact size. A first run without a tool compiles all kernels. memcheck
+must report a canary kernel that writes out of bounds. initcheck is not used, because it must trace
+all kernels of torch; the tests fill fresh memory with NaN instead. Prints a line for each tool.
+The exit status is 1 if a tool reports an error or does not finish, and 2 without
+compute-sanitizer.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,13 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from reluformer import decode_attention
 from reluformer.ops.backends.triton import op, tuning
 from reluformer.ops.call import Call, Packing
 from reluformer.ops.rule import Rectified
 from reluformer.ops.visibility import Visibility
+from tests.ops.backends.triton.portable import test_decode, test_decode_gpu
 from tests.ops.rectified import CASES, Arguments, Case, arguments, found
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +51,8 @@ KERNELS = (
     "specialised_queries",
     "canary",
 )
-# It reports Triton's own hand-over to specialised warps, whatever they do.
-WITHOUT_SPECIALISED = "racecheck"
+# This tool reports the hand-over to specialised warps that Triton generates.
+PORTABLE_ONLY = "racecheck"
 SMALL = (
     "causal window",
     "causal padding, nothing",
@@ -73,13 +73,13 @@ DENSE = [
     replace(WIDE, power=4, threshold=-1.0, causal=True, row_normalise=1e-4),
     replace(WIDE, statistics=2, kv_heads=2),
 ]
-# Processes that share the work: compiling takes longest.
+# Number of processes; compilation dominates.
 SHARES = 8
-FOUND_SOMETHING, LIMIT = 86, 400
+ERROR_STATUS, TIME_LIMIT = 86, 400
 
 
 def exact(given: Arguments) -> Arguments:
-    """The same call on tensors that are no views of larger ones."""
+    """The same call on tensors with their own allocations."""
     leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in given.leaves.items()}
     given.options |= {name: leaf for name, leaf in leaves.items() if name in given.options}
     return Arguments(leaves, given.options, given.cotangents)
@@ -92,25 +92,30 @@ def work(
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
-    """Launch every kernel, with those of the other shares: dense with gradients, packed, decoding
-    from rows and from pages."""
+    """Run one share of the calls: dense and packed with gradients, decoding from rows and pages.
+
+    All shares together launch every kernel.
+
+    Returns:
+        The number of checked outputs.
+    """
     torch.manual_seed(0)
     outputs = _dense(DENSE[share::SHARES], specialised, device, dtype)
     if share == SHARES - 1:
-        outputs += _packed(specialised, device, dtype) + _others(device, dtype)
+        outputs += _packed(specialised, device, dtype) + _dropout_and_decoding(device, dtype)
     torch.cuda.synchronize()
-    assert all(bool(each.isfinite().all()) for each in outputs)
+    assert all(bool(output.isfinite().all()) for output in outputs)
     return len(outputs)
 
 
 def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     for case in cases:
-        # Descriptors or pointers, either order of memory; the second launch is a prepared one.
+        # Descriptors or pointers, with either memory layout; the second launch reuses the first.
         for tma in (None, False):
             given = exact(arguments(case, dtype, device, transposed=tma is None))
             for sign_bytes in (0, 1 << 20):
-                # Specialised kernels where they can: widths 64 and 128, by descriptors.
+                # Hopper kernels run where they can: head widths 64 and 128, by descriptors.
                 chosen = specialised and sign_bytes > 0
                 with tuning.override(tma=tma, sign_bytes=sign_bytes, specialised=chosen):
                     for _ in range(2):
@@ -124,25 +129,23 @@ def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     packing = Packing(ends, ends, 283, 283)
     for width in (64, 128):
         q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
-        for causal in (False, True):
+        leaves = [each.requires_grad_() for each in (q, k, v)]
+        for causal, row_normalise in product((False, True), (None, 0.1)):
             with tuning.override(specialised=specialised):
                 visibility = Visibility(causal=causal)
                 call = Call(q, k, v, visibility, 0.1, return_sums="row_sum", packing=packing)
-                outputs.append(op.attend(call, Rectified()).output)
+                output = op.attend(call, Rectified(row_normalise=row_normalise)).output
+                outputs += [output, *torch.autograd.grad(output.float().square().sum(), leaves)]
     return outputs
 
 
-def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
-    from tests.ops.backends.triton import test_op
-    from tests.ops.backends.triton.portable import test_decode, test_decode_gpu
-
+def _dropout_and_decoding(device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
     dropped.options["dropout_p"] = 0.3
     for row_normalise in (None, 0.1):
         dropped.options["row_normalise"] = row_normalise
         outputs += found(op.attend, dropped)[0]
-        outputs += test_op._varlen(dtype, row_normalise)["found"][:1]
     for case in test_decode.CASES:
         given = exact(arguments(case, dtype, device))
         outputs += test_decode.results(given, tuning.Tile(16, 32, 4, 2))
@@ -158,60 +161,60 @@ def _others(device: str, dtype: torch.dtype) -> list[Tensor]:
 
 @triton.jit
 def canary_kernel(out):
-    """Writes 61 numbers too many."""
+    """Write 61 elements beyond the end of `out`."""
     tl.store(out + tl.arange(0, 64), 1.0)
 
 
 def find_sanitizer() -> str | None:
-    """Where compute-sanitizer lies."""
+    """Path of compute-sanitizer, or None."""
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     paths = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which("compute-sanitizer", path=os.pathsep.join(paths))
 
 
 Done = tuple[int, str, float]
-"""Of a process: its status, its output and the seconds it took."""
+"""Exit status, output and duration in seconds of a process."""
 
 
-def shared(prefix: list[str], task: str) -> Done:
-    """A task in as many processes as it has shares: the first that found something, or the last."""
+def run_shares(prefix: list[str], task: str) -> Done:
+    """Run a task, one process for each share; return a failed process, or the slowest."""
     shares = range(SHARES if task == "work" else 1)
     with ThreadPoolExecutor(SHARES) as pool:
-        done = list(pool.map(lambda share: run(prefix, task, share), shares))
-    return max(done, key=lambda each: (each[0] != 0, each[2]))
+        done = list(pool.map(lambda share: run_share(prefix, task, share), shares))
+    return max(done, key=lambda result: (result[0] != 0, result[2]))
 
 
-def run(prefix: list[str], task: str, share: int) -> Done:
-    """A share of a task in a process of its own."""
+def run_share(prefix: list[str], task: str, share: int) -> Done:
+    """Run one share of a task in a new process."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    command = [*prefix, sys.executable, str(Path(__file__).resolve()), "--task", task]
-    command += ["--share", str(share), *(["--plain"] if WITHOUT_SPECIALISED in prefix else [])]
+    command = [*prefix, sys.executable, "-m", "benchmarks.sanitize", "--task", task]
+    command += ["--share", str(share), *(["--plain"] if PORTABLE_ONLY in prefix else [])]
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=LIMIT, text=True,
+            command, cwd=ROOT, env=environment, timeout=TIME_LIMIT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return 124, f"not finished after {LIMIT} s", time.monotonic() - begin
+        return 124, f"not finished after {TIME_LIMIT} s", time.monotonic() - begin
     return done.returncode, done.stdout, time.monotonic() - begin
 
 
 def verdict(tool: str, status: int, output: str, seconds: float) -> str:
-    """One line."""
+    """One line about a tool."""
     lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
     summary = [line for line in lines if "SUMMARY" in line] or lines[-1:] or ["no output"]
-    word = {0: "clean", FOUND_SOMETHING: "FOUND SOMETHING"}.get(status, f"FAILED ({status})")
+    word = {0: "clean", ERROR_STATUS: "REPORTED ERRORS"}.get(status, f"FAILED ({status})")
     return f"{tool}: {word} in {seconds:.0f} s: {summary[-1]}"
 
 
 def main() -> int:
-    """Compile, then run each tool."""
+    """Compile all kernels, then run each tool."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"])
-    parser.add_argument("--task", choices=["work", "canary"], help="what the tools run")
-    parser.add_argument("--plain", action="store_true", help="without specialised warps")
-    parser.add_argument("--share", type=int, default=0, help=f"which of {SHARES} shares of it")
+    parser.add_argument("--task", choices=["work", "canary"], help="run one task in this process")
+    parser.add_argument("--plain", action="store_true", help="portable kernels only")
+    parser.add_argument("--share", type=int, default=0, help=f"number of the share, below {SHARES}")
     arguments = parser.parse_args()
     if arguments.task == "work":
         print(f"{work(arguments.share, specialised=not arguments.plain)} outputs")
@@ -222,15 +225,15 @@ def main() -> int:
         return 0
     sanitizer = find_sanitizer()
     if sanitizer is None:
-        print("compute-sanitizer is neither in PATH nor in CUDA_HOME: install the CUDA toolkit")
+        print("compute-sanitizer is not in PATH or CUDA_HOME; install the CUDA toolkit")
         return 2
-    common = ["--error-exitcode", str(FOUND_SOMETHING), "--report-api-errors", "no"]
-    rounds = [("no tool", "work", 0), ("memcheck", "canary", FOUND_SOMETHING)]
+    common = ["--error-exitcode", str(ERROR_STATUS), "--report-api-errors", "no"]
+    rounds = [("no tool", "work", 0), ("memcheck", "canary", ERROR_STATUS)]
     worst = 0
     for tool, task, wanted in rounds + [(tool, "work", 0) for tool in arguments.tools]:
         only = [word for name in KERNELS for word in ("--kernel-name", f"kns={name}_kernel")]
         prefix = [] if tool == "no tool" else [sanitizer, "--tool", tool, *common, *only]
-        status, output, seconds = shared(prefix, task)
+        status, output, seconds = run_shares(prefix, task)
         if status != wanted:
             worst = 1
             print("\n".join(output.splitlines()[-40:]))

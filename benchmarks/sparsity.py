@@ -1,32 +1,31 @@
-"""What zero weights allow to skip: blocks without any weight, in a trained model on real text.
+"""Empty blocks of attention weights in a trained model on real text.
 
-    python benchmarks/sparsity.py --model runs/document --documents \\
+    python -m benchmarks.sparsity --model runs/document --documents \\
         --source test.en.xz --target test.de.xz --out sparsity.json
 
-The model reads the source and, teacher-forced, the target. Every measure is a share: of the blocks
-(so many query rows, keys and neighbouring heads) in which something is visible, those whose weights
-are all exactly zero. Which blocks a kernel can leave out decides what a zero is worth:
+The model encodes the source and decodes the target with teacher forcing. Each measure is the share
+of blocks whose weights are all exactly zero, among blocks with a visible key. A block is a number
+of query rows, keys and neighbouring heads. The saving of a kernel depends on the block:
 
-    weights          nothing in a matmul; in a decoding step a value row, if the head has its own
-    values, 2 heads  that value row, if two heads share it; likewise more
-    queries          dead rows; nothing is spared, as their scores are needed to know
-    keys             value rows that no query of the sequence reads
-    maps             heads that are silent for a whole sequence
-    tiles            the second matmul of a tile; the first tells that it is empty
+    weights          a value row in a decoding step, if heads do not share values
+    values, 2 heads  that value row, if two heads share it; likewise for more heads
+    queries          rows without weight; no saving, because their scores must be computed
+    keys             value rows that no query of the sequence uses
+    maps             heads without weight for a whole sequence
+    tiles            the second matmul of a tile, after the first has shown that it is empty
     pages            the values of a page in a decoding step
-    pages, bound     its keys too: what the least and largest key channels prove beforehand
+    pages, bound     also its keys, if bounds on the key channels prove that the page is empty
 
-Blocks are cut from the first query and key on; one at the edge counts like a whole one. Sequences
-shorter than a block are left out, as they would be a single one. Shares are pooled over the text
-for each head, in float32; the table has their mean and range over heads and layers.
+Blocks begin at the first query and key; a partial block at the edge counts as a whole one.
+Sequences shorter than a block are left out. Shares are pooled over the text for each head, in
+float32. The table shows their mean and range over heads and layers.
 """
 
 import argparse
 import datetime
 import json
 import re
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +34,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.checkpoint import LoadedRun, load_run
 from reluformer.console import guarded
@@ -48,38 +45,39 @@ from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.info import commit, info
 from reluformer.model import ReLUFormer
+from reluformer.model import attention as model_attention
+from reluformer.ops.api import attend
+from reluformer.ops.call import Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.rule import Rectified, per_head
-from reluformer.ops.visibility import Visibility
 from reluformer.train.objective import inputs
 
 TILES = ((16, 16), (64, 64), (128, 64), (128, 128))
 PAGES = (16, 64)
-NEARLY_SILENT, SILENT = "heads above 99 % zeros", "heads without output"
+NEARLY_EMPTY, EMPTY = "heads above 99 % zeros", "heads without output"
 
 Counts = dict[str, Tensor]
-"""By measure, [2, heads or groups of heads]: empty blocks, and blocks with anything visible."""
+"""By measure, [2, heads or groups of heads]: empty blocks, and blocks with a visible key."""
 
 
 class Block(NamedTuple):
-    """So many query rows, keys and heads that are left out together; 0 stands for all."""
+    """Numbers of query rows, keys and heads of a block; 0 stands for all."""
 
     rows: int
     keys: int
     heads: int = 1
 
 
-class Seen(NamedTuple):
-    """A call of an attention: q [B, H, Tq, D], k [B, Hkv, Tk, D] and its other arguments."""
+class RecordedCall(NamedTuple):
+    """An attention call of the model."""
 
     row: Attention
-    q: Tensor
-    k: Tensor
-    arguments: dict[str, Any]
+    call: Call
+    options: Mapping[str, Any]
 
 
 def measures(heads: int) -> dict[str, Block]:
-    """The blocks that are counted by their names, for a model with so many heads."""
+    """Blocks to count, by name, for a number of heads."""
     groups = [group for group in (2, 4) if heads % group == 0 and group < heads]
     blocks = {"weights": Block(1, 1)}
     blocks |= {f"values, {group} heads": Block(1, 1, group) for group in (*groups, heads)}
@@ -91,37 +89,52 @@ def measures(heads: int) -> dict[str, Block]:
 def empty_blocks(
     read: Tensor, visible: Tensor, block: Block, may_read: Tensor | None = None
 ) -> Tensor:
-    """[2, H / heads]: empty blocks, and blocks in which something is visible.
+    """Count empty blocks.
 
-    `read` [B, H, Tq, Tk] says where weights are not zero, `visible` [B, 1, Tq, Tk] where they could
-    be. With `may_read` [B, H, Tq, pages], blocks are pages, and those are empty that it rules out.
+    Args:
+        read: Bool [B, H, Tq, Tk], True where the weight is not zero.
+        visible: Bool [B, 1, Tq, Tk].
+        block: Size of the blocks.
+        may_read: Bool [B, H, Tq, pages]. If given, blocks are pages, and a page is empty where this
+            is False.
+
+    Returns:
+        [2, H / heads]: empty blocks, and blocks with a visible key.
     """
     rows, keys = block.rows or read.shape[2], block.keys or read.shape[3]
     heads = block.heads or read.shape[1]
     used = _pool(read, rows, keys, heads) if may_read is None else _pool(may_read, 1, 1, heads)
     queries, length = (visible.any(dim).sum(-1).view(-1, 1, 1, 1) for dim in (-1, -2))
-    of = _pool(visible, rows, keys) & (queries >= block.rows) & (length >= block.keys)
-    empty = (of & ~used).sum((0, 2, 3))
-    return torch.stack([empty, of.sum().expand_as(empty)]).cpu()
+    counted = _pool(visible, rows, keys) & (queries >= block.rows) & (length >= block.keys)
+    empty = (counted & ~used).sum((0, 2, 3))
+    return torch.stack([empty, counted.sum().expand_as(empty)]).cpu()
 
 
 def _pool(x: Tensor, rows: int, keys: int, heads: int = 1) -> Tensor:
-    """Where blocks of x [B, H, Tq, Tk] hold a True: [B, H / heads, Tq / rows, Tk / keys]."""
+    """Whether blocks of x [B, H, Tq, Tk] contain True: [B, H / heads, Tq / rows, Tk / keys]."""
     x = functional.pad(x, (0, -x.shape[3] % keys, 0, -x.shape[2] % rows))
     b, h, r, k = x.shape
     return x.view(b, h // heads, heads, r // rows, rows, k // keys, keys).any(6).any(4).any(2)
 
 
 def page_bound(q: Tensor, k: Tensor, n: Tensor, size: int) -> Tensor:
-    """[B, H, Tq, pages]: no key of a page has a larger product with the query.
+    """Upper bounds on the products of queries with the keys of pages.
 
-    q [B, H, Tq, D], k [B, Hkv, Tk, D]; a row sees the first n keys, n [B, 1, Tq], and a page is as
-    full as when that row was decoded.
+    A page is as full as when the query row was decoded.
+
+    Args:
+        q: [B, H, Tq, D].
+        k: [B, Hkv, Tk, D].
+        n: [B, 1, Tq], number of visible keys of each row.
+        size: Keys per page.
+
+    Returns:
+        [B, H, Tq, pages].
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     b, h, length, width = k.shape
     paged = functional.pad(k, (0, 0, 0, -length % size)).view(b, h, -1, size, width)
-    # Bounds after each key of a page: those of whole pages, and of the page of the newest key.
+    # Bounds after each key of a page, for full pages and for the page of the newest key.
     low, high = paged.cummin(3).values, paged.cummax(3).values
     whole = _best_product(q, low[:, :, :, -1], high[:, :, :, -1])
     newest = (n - 1).clamp(min=0)
@@ -133,32 +146,35 @@ def page_bound(q: Tensor, k: Tensor, n: Tensor, size: int) -> Tensor:
 
 
 def _best_product(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """[..., rows, pages] of q [..., rows, D] and bounds [..., pages, D], as the kernel does it."""
+    """[..., rows, pages] from q [..., rows, D] and bounds [..., pages, D], as in the kernel."""
     # Covers the rounding of the products and of the bound.
     slack = q.shape[-1] * 2.0**-21
     low, high, far = (each.mT for each in (low, high, torch.maximum(low.abs(), high.abs())))
     return q.clamp(min=0) @ high + q.clamp(max=0) @ low + slack * (q.abs() @ far)
 
 
-def counted(weights: Tensor, valid: Tensor, call: Seen) -> Counts:
+def count(weights: Tensor, valid: Tensor, recorded: RecordedCall) -> Counts:
     """All measures of one attention and batch.
 
-    weights [B, H, Tq, Tk]; valid, broadcastable to [B, 1, Tq], is False where the query is padding.
+    Args:
+        weights: [B, H, Tq, Tk].
+        valid: Bool, broadcastable to [B, 1, Tq], False where the query is padding.
+        recorded: The attention call.
     """
+    row, call, options = recorded
     _, heads, rows, keys = weights.shape
-    rules = Visibility(*(call.arguments[name] for name in ("mask", "causal", "key_lengths")))
-    table = rules.table(rows, keys, weights.device)
+    table = call.visibility.table(rows, keys, weights.device)
     visible = valid.unsqueeze(-1).expand(len(weights), 1, rows, keys)
     visible = visible if table is None else visible & table
     read = (weights != 0) & visible
     counts = {name: empty_blocks(read, visible, b) for name, b in measures(heads).items()}
-    rule = None if call.row.cosine else call.row.weigh_with(call.arguments)
+    rule = None if row.cosine else row.weigh_with(options)
     for size in PAGES:
         may_read = None
         if isinstance(rule, Rectified) and rule.negative_slope == 0:
             top = page_bound(call.q, call.k, visible.sum(-1), size)
-            may_read = top * call.row.default_scale(call.q.shape[-1]) > per_head(rule.threshold)
-            assert (may_read | ~_pool(read, 1, size)).all(), "a bound shuts a page with weight"
+            may_read = top * row.default_scale(call.q.shape[-1]) > per_head(rule.threshold)
+            assert (may_read | ~_pool(read, 1, size)).all(), "a bound excludes a page with weight"
         for name, group in ((f"pages of {size}", 1), (f"pages of {size}, all heads", 0)):
             block = Block(1, size, group)
             counts[name] = empty_blocks(read, visible, block)
@@ -169,34 +185,34 @@ def counted(weights: Tensor, valid: Tensor, call: Seen) -> Counts:
 
 @torch.inference_mode()
 def measure(model: ReLUFormer, batches: Iterable[Batch]) -> dict[str, list[Counts]]:
-    """Counts of every layer by site, over all batches; the maps of one batch exist at a time."""
+    """Counts of each layer over all batches, by site; only the maps of one batch are in memory."""
     total: dict[tuple[str, int], Counts] = {}
     for batch in batches:
-        for place, found in _of_batch(model, batch):
+        for place, counts in _count_batch(model, batch):
             before = total.get(place, {})
-            total[place] = {name: both + before.get(name, 0) for name, both in found.items()}
+            total[place] = {name: both + before.get(name, 0) for name, both in counts.items()}
     return {site: [total[place] for place in total if place[0] == site] for site, _ in total}
 
 
-def _of_batch(model: ReLUFormer, batch: Batch) -> list[tuple[tuple[str, int], Counts]]:
-    """Site and layer, and counts, of every attention."""
-    attend, calls = Attention.attend, []
+def _count_batch(model: ReLUFormer, batch: Batch) -> list[tuple[tuple[str, int], Counts]]:
+    """Site and layer, and counts, of each attention."""
+    calls: list[RecordedCall] = []
 
-    def noted(row: Attention, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-        calls.append(Seen(row, q, k, arguments))
-        return attend(row, q, k, v, **arguments)
+    def recording(row: Attention, call: Call, options: Mapping[str, Any], impl: str) -> Any:
+        calls.append(RecordedCall(row, call, options))
+        return attend(row, call, options, impl)
 
-    here = inputs(batch.to(model.target_embedding.weight.device))
-    with patch.object(Attention, "attend", noted):
-        records = model(**here, record="weights").records
+    arguments = inputs(batch.to(model.target_embedding.weight.device))
+    with patch.object(model_attention, "attend", recording):
+        records = model(**arguments, record="weights").records
     return [
-        ((record.site, record.layer), counted(record.weights, record.valid, call))
-        for record, call in zip(records, calls, strict=True)
+        ((record.site, record.layer), count(record.weights, record.valid, recorded))
+        for record, recorded in zip(records, calls, strict=True)
     ]
 
 
-def text(run: LoadedRun, arguments: argparse.Namespace) -> Batches:
-    """The first sentences of two files, cut into examples as for training."""
+def read_text(run: LoadedRun, arguments: argparse.Namespace) -> Batches:
+    """Batches of the first sentences of two files, packed as for training."""
     files = TextPair(arguments.source, arguments.target, documents=arguments.documents)
     corpus = Corpus.in_memory(_first(read_documents(files), arguments.sentences), run.tokenizer)
     limit = run.recipe.data.max_length
@@ -216,48 +232,57 @@ def _first(documents: Iterable[list[Any]], left: int) -> Iterator[list[Any]]:
 
 
 def shares(both: Tensor) -> list[float | None]:
-    """Empty blocks over blocks, [2, heads], by head; None where no sequence was long enough."""
-    return [round(empty / of, 4) if of else None for empty, of in both.T.tolist()]
+    """Share of empty blocks by head, from [2, heads]; None if no sequence was long enough."""
+    return [round(empty / total, 4) if total else None for empty, total in both.T.tolist()]
 
 
 def summary(layers: list[Counts]) -> dict[str, Any]:
-    """Mean, least and largest share over layers and heads; layer and head of those of no use."""
-    found: dict[str, Any] = {}
+    """Mean, minimum and maximum share over layers and heads, and [layer, head] of empty heads."""
+    result: dict[str, Any] = {}
     for name in layers[0]:
         known = [share for layer in layers for share in shares(layer[name]) if share is not None]
         mean = round(sum(known) / max(len(known), 1), 4)
-        found[name] = [mean, min(known), max(known)] if known else None
+        result[name] = [mean, min(known), max(known)] if known else None
     # [layers, 2, heads]
-    empty, of = torch.stack([layer["weights"] for layer in layers]).unbind(1)
-    found[NEARLY_SILENT] = (empty > 0.99 * of).nonzero().tolist()
-    found[SILENT] = (empty == of).nonzero().tolist()
-    return found
+    empty, total = torch.stack([layer["weights"] for layer in layers]).unbind(1)
+    result[NEARLY_EMPTY] = (empty > 0.99 * total).nonzero().tolist()
+    result[EMPTY] = (empty == total).nonzero().tolist()
+    return result
 
 
 def table(sites: dict[str, dict[str, Any]]) -> str:
-    """One line a measure, one column a site."""
+    """A line for each measure, a column for each site."""
 
     def cell(name: str, value: Any) -> str:
-        if name in (NEARLY_SILENT, SILENT):
+        if name in (NEARLY_EMPTY, EMPTY):
             return str(len(value))
         return "{:.1f} ({:.1f} to {:.1f})".format(*(100 * v for v in value)) if value else "-"
 
     rows = {"empty, %: mean (range)": list(sites)}
-    for name in dict.fromkeys(name for found in sites.values() for name in found):
-        rows[name] = [cell(name, found.get(name)) for found in sites.values()]
+    for name in dict.fromkeys(name for shares in sites.values() for name in shares):
+        rows[name] = [cell(name, shares.get(name)) for shares in sites.values()]
     return "\n".join(f"{name:31}{''.join(f'{c:>22}' for c in row)}" for name, row in rows.items())
 
 
 @guarded
 def main() -> None:
-    """Measure, write JSON, print a table."""
+    """Measure, write JSON and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a run's folder or checkpoint")
-    parser.add_argument("--source", type=Path, required=True, help="text, one sentence a line")
+    parser.add_argument(
+        "--source", type=Path, required=True, help="text with one sentence per line"
+    )
     parser.add_argument("--target", type=Path, required=True, help="its translation")
     parser.add_argument("--documents", action="store_true", help="join sentences of a document")
-    parser.add_argument("--sentences", type=int, default=2000, help="so many from the start")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="maps grow with it")
+    parser.add_argument(
+        "--sentences", type=int, default=2000, help="number of sentences, from the start"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=4096,
+        help="tokens per batch; weights grow with its square",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
@@ -268,7 +293,7 @@ def main() -> None:
         raise UserError("--device must be cpu on a machine without GPU, got cuda")
     run = load_run(arguments.model)
     model = run.model.to(best if arguments.device == "auto" else arguments.device)
-    batches = text(run, arguments)
+    batches = read_text(run, arguments)
     total = measure(model, batches.epoch(0))
     trained = {"step": run.step, "unit": run.recipe.data.unit, "length": run.recipe.data.max_length}
     sides = (batches.source_lengths, batches.target_lengths)
@@ -292,7 +317,7 @@ def main() -> None:
     }
     # Lists of numbers take one line each.
     plain = json.dumps(report, indent=1)
-    laid_out = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), plain)
+    laid_out = re.sub(r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), plain)
     write_text(arguments.out, laid_out + "\n")
     print(table(report["summary"]))
 

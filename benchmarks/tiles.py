@@ -1,20 +1,19 @@
-"""Which tile serves which call: times candidates for every kernel, for `ops/triton/tuning.py`.
+"""Times candidate tiles of every kernel, for the table in `ops/backends/triton/tuning.py`.
 
-    python benchmarks/tuning.py --out tuning.json            # all cases, a few minutes
-    python benchmarks/tuning.py --only sentence 1024        # cases whose name contains one
-    python benchmarks/tuning.py --only model                # the call of the default models
+    python -m benchmarks.tiles --out tiles.json             # all cases, a few minutes
+    python -m benchmarks.tiles --only sentence 1024        # cases whose name contains one
+    python -m benchmarks.tiles --only model                # the call of the default models
 
-Each case is a call as models make it: 16,384 tokens, width 2048 or, for sentences, 512 with learned
-gamma and threshold; the default models', 32,768 tokens, width 512, fourth powers divided by their
-sums, whose gradients arrive too. Worker processes compile all candidates first. A candidate's time
-is the median over replays of a CUDA graph of some calls, so that the host does not count. The tests
-check every tile of the table against float64.
+Each case is a call of a model. Long cases have 16,384 tokens of width 2048, sentence cases width
+512 with learned gamma and threshold, and cases of the default model 32,768 tokens of width 512,
+power 4, row normalisation and a gradient of the row sums. Worker processes compile all candidates
+first. The time of a candidate is the median over replays of a CUDA graph of several calls, which
+excludes the host. The tests check every tile of the table against float64.
 """
 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,8 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.files import write_json
 from reluformer.ops.backends.triton import run_backward, run_forward, tuning
@@ -39,7 +36,7 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call; those of a sentence model and a default model learn gamma and threshold."""
+    """One kind of call."""
 
     width: int
     mask: str
@@ -47,21 +44,21 @@ class Case:
     kind: Literal["long", "sentence", "model"] = "long"
 
     def __str__(self) -> str:
-        return f"{self.width} {self.mask} {self.length}" + f" {self.kind}" * self.learned
+        return f"{self.width} {self.mask} {self.length}" + f" {self.kind}" * self.is_learned
 
     @property
-    def learned(self) -> bool:
-        """Whether gamma and threshold are."""
+    def is_learned(self) -> bool:
+        """Whether gamma and threshold are learned."""
         return self.kind != "long"
 
     def problem(self, tokens: int | None = None, device: str = "cuda") -> Problem:
-        """Random tensors in the layout of the models: views of [B, T, H, D]."""
+        """Random tensors [B, H, T, D], as views of [B, T, H, D] like those of models."""
         model = self.kind == "model"
         batch = (tokens or (32_768 if model else 16_384)) // self.length
-        heads = (512 if self.learned else 2048) // self.width
-        made = torch.randn(3, batch, self.length, heads, self.width, device=device)
-        q, k, v = made.bfloat16().transpose(2, 3)
-        gamma = torch.rand(heads, device=device) + 0.5 if self.learned else None
+        heads = (512 if self.is_learned else 2048) // self.width
+        qkv = torch.randn(3, batch, self.length, heads, self.width, device=device)
+        q, k, v = qkv.bfloat16().transpose(2, 3)
+        gamma = torch.rand(heads, device=device) + 0.5 if self.is_learned else None
         # Thresholds of fourth powers start at -4.
         threshold = -1 - 3 * torch.rand(heads, device=device) if model else gamma
         lengths = None
@@ -95,8 +92,8 @@ MODELS = [
     for mask in ("lengths", "causal")
     for length in lengths
 ]
-# None of these makes the default models' kernels spill, and a multiprocessor holds two to six of
-# their programs, so that products of one may overlap with the elementwise work of another.
+# These tiles do not spill registers in the call of the default models. A multiprocessor holds two
+# to six programs, whose matrix products and elementwise work can overlap.
 SHARING: dict[Kernel, list[Shape]] = {
     "forward": [
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3),
@@ -112,7 +109,7 @@ SHARING: dict[Kernel, list[Shape]] = {
         (128, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 8, 3),
     ],
 }  # fmt: skip
-# Of these it holds one.
+# A multiprocessor holds one program of these tiles.
 ALONE: dict[Kernel, list[Shape]] = {
     "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3)],
     "keys": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
@@ -125,18 +122,18 @@ CASES = SENTENCES + LONG + MODELS
 
 
 def candidates(case: Case, kernel: Kernel) -> list[Tile]:
-    """What is tried; the table's own choice comes first."""
-    # As `Problem.tile` asks: a tile of keys meets their lengths once, before its loop.
-    edged = case.mask == "causal" or (case.mask == "lengths" and kernel != "keys")
-    own = tuning.pick(kernel, case.width, edged, case.length, 2)
-    return list(dict.fromkeys([own, *_others(case, kernel)]))
+    """Tiles to time; the choice of the table comes first."""
+    # Same rule as `Problem.tile`: the kernel of the key gradients masks lengths before its loop.
+    is_masked = case.mask == "causal" or (case.mask == "lengths" and kernel != "keys")
+    default = tuning.pick(kernel, case.width, is_masked, case.length, 2)
+    return list(dict.fromkeys([default, *_others(case, kernel)]))
 
 
 def _others(case: Case, kernel: Kernel) -> list[Tile]:
     if case.kind == "model" and case.width == 128:
         return [Tile(*shape, one_loop=single) for shape in SHORT for single in (False, True)]
     if case.kind == "model":
-        # Those who divide prescale anyway.
+        # Row-normalised calls always prescale.
         single = [Tile(*shape, one_loop=True) for shape in SHARING[kernel]]
         return [Tile(*shape) for shape in SHARING[kernel] + ALONE[kernel]] + single
     shapes = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2)]
@@ -146,16 +143,16 @@ def _others(case: Case, kernel: Kernel) -> list[Tile]:
         shapes += [(64, 128, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 8, 3)]
         if kernel == "forward":
             shapes += [(256, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 3)]
-    found = [Tile(*shape) for shape in shapes]
+    tiles = [Tile(*shape) for shape in shapes]
     if case.mask != "full":
-        found += [Tile(*shape, one_loop=True) for shape in shapes]
+        tiles += [Tile(*shape, one_loop=True) for shape in shapes]
         if kernel == "keys" and case.kind == "long":
-            found += [Tile(*shape, prescale=True) for shape in shapes]
-    return found
+            tiles += [Tile(*shape, prescale=True) for shape in shapes]
+    return tiles
 
 
 def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
-    """One call of the kernel alone, with the pass over rows that comes before the keys'."""
+    """A call of one kernel; for key gradients with the preceding pass over rows."""
     if kernel == "forward":
         return lambda: run_forward.forward(problem, int(problem.divided))
     learned = problem.gamma is not None
@@ -173,7 +170,7 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:
-    """Compile and run once; the reason if that fails."""
+    """Compile and run once; return the error message on failure."""
     case, kernel, tile = job
     try:
         with tuning.override({kernel: tile}):
@@ -185,7 +182,7 @@ def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Of one call on the device."""
+    """Median device time of one call."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -204,7 +201,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def jobs(cases: list[Case]) -> Iterator[tuple[Case, Kernel, Tile]]:
-    """Everything to time."""
+    """All combinations to time."""
     for case in cases:
         for kernel in KERNELS:
             for tile in candidates(case, kernel):
@@ -212,16 +209,18 @@ def jobs(cases: list[Case]) -> Iterator[tuple[Case, Kernel, Tile]]:
 
 
 def main() -> None:
-    """Compile, time, print the best of each case beside the table's choice."""
+    """Compile and time all tiles; print the best of each case beside the table's choice."""
     parser = argparse.ArgumentParser(description="Times tiles of the attention kernels.")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one")
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--seconds", type=float, default=200.0, help="stop timing after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="time after which no case starts"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     start = time.monotonic()
     cases = [case for case in CASES if any(p in str(case) for p in arguments.only)]
-    # Lengths share their compilation: one of each kind is enough.
+    # Cases that differ in length share a compilation.
     kinds = {(c.width, c.mask, c.kind, k, t): (c, k, t) for c, k, t in jobs(cases)}
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         failed = dict(zip(kinds, pool.map(compile_one, kinds.values(), chunksize=4), strict=True))
@@ -237,10 +236,10 @@ def main() -> None:
                 if failed[case.width, case.mask, case.kind, kernel, tile] is None:
                     with tuning.override({kernel: tile}):
                         taken[tile] = microseconds(call)
-            own = taken[candidates(case, kernel)[0]]
+            default = taken[candidates(case, kernel)[0]]
             best = sorted(taken, key=taken.__getitem__)[:3]
             shown = "  ".join(f"{taken[t]:.1f} {_short(t)}" for t in best)
-            print(f"{case!s:24} {kernel:8} table {own:7.1f} us | {shown}", flush=True)
+            print(f"{case!s:24} {kernel:8} table {default:7.1f} us | {shown}", flush=True)
             rows += [
                 {"case": str(case), "kernel": kernel, **asdict(tile), "us": round(us, 2)}
                 for tile, us in taken.items()

@@ -1,12 +1,12 @@
-"""Document translation on a CPU: our beam search against Hugging Face `generate`.
+"""Document translation on a CPU: beam search of this package against Hugging Face `generate`.
 
 Two models of one shape, a ReLUFormer and a MarianMT model, both with random weights, translate
 sources of the same lengths with a beam of 5 to outputs of the same, forced lengths, in the same
-batches. Random weights cost what trained ones cost. The default lengths are quantiles of the test
-documents of Europarl-7 English-German in subwords.
+batches. Random weights take the same time as trained ones. The default lengths are quantiles of the
+test documents of Europarl-7 English-German in subwords.
 
     python -m benchmarks.translate_cpu             # a few minutes
-    python -m benchmarks.translate_cpu --quick     # a tiny model, seconds: does it still run?
+    python -m benchmarks.translate_cpu --quick     # a tiny model, to test the benchmark
 
 Needs transformers. Nothing is timed unless the scores of our search agree with a forward pass.
 """
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reluformer.data.batches import pad_sources
 from reluformer.model import AttentionConfig, ModelConfig, ReLUFormer
 from reluformer.translation.search import Hypothesis, SearchConfig, Task, beam_search
 
@@ -81,7 +82,7 @@ def marian(shape: Shape):  # type: ignore[no-untyped-def]  # transformers is imp
 
 
 def sources_of(lengths: Iterable[int], vocabulary: int) -> Batch:
-    """Random ids, none of them special."""
+    """Random token ids without special tokens."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(4, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
@@ -90,14 +91,12 @@ def our_run(model: ReLUFormer, sources: Batch) -> list[Hypothesis]:
     """Translate one batch; output lengths equal source lengths."""
     lengths = [len(source) for source in sources]
     task = Task(sources, lengths, lengths, keys=range(len(sources)))
-    return [found[0] for found in beam_search(model, task, SearchConfig(beam=BEAM))]
+    return [beam[0] for beam in beam_search(model, task, SearchConfig(beam=BEAM))]
 
 
 @torch.inference_mode()
 def marian_run(model, sources: Batch) -> None:  # type: ignore[no-untyped-def]
-    """Translate one batch; a batch ends with its longest output."""
-    from reluformer.data.batches import pad_sources
-
+    """Translate one batch; it ends with its longest output."""
     padded, lengths = pad_sources(sources)
     longest = max(len(source) for source in sources)
     model.generate(
@@ -112,25 +111,25 @@ def marian_run(model, sources: Batch) -> None:  # type: ignore[no-untyped-def]
 
 @torch.inference_mode()
 def check(model: ReLUFormer, sources: Batch) -> None:
-    """Refuse to time a search whose scores are not those of the model."""
-    for source, found in zip(sources, our_run(model, sources), strict=True):
-        target = torch.tensor([[model.config.bos_id, *found.tokens]])
+    """Assert that the scores of the search equal those of a forward pass."""
+    for source, best in zip(sources, our_run(model, sources), strict=True):
+        target = torch.tensor([[model.config.bos_id, *best.tokens]])
         logits = model(torch.tensor([[*source, model.config.eos_id]]), target).logits[0]
-        wanted = torch.tensor([*found.tokens, model.config.eos_id])
-        right = logits.float().log_softmax(-1).gather(1, wanted.unsqueeze(1)).sum()
-        error = abs(float(right) - found.log_probability) / abs(float(right))
+        labels = torch.tensor([*best.tokens, model.config.eos_id])
+        exact = logits.float().log_softmax(-1).gather(1, labels.unsqueeze(1)).sum()
+        error = abs(float(exact) - best.log_probability) / abs(float(exact))
         assert error < 1e-3, f"the search's score is off by {error:.1e}"
 
 
 class Taken(NamedTuple):
-    """Seconds on the clock, and seconds of work by all cores; the latter bear a busy machine."""
+    """Wall seconds, and CPU seconds of all cores, which a busy machine affects less."""
 
     wall: float
     cpu: float
 
 
 def clock(run: Callable[[Batch], object], batches: list[Batch], repeat: int) -> Taken:
-    """The shortest of some runs over all batches."""
+    """Shortest time of `repeat` runs over all batches."""
     runs = []
     for _ in range(repeat):
         wall, cpu = time.perf_counter(), time.process_time()

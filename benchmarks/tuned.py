@@ -1,23 +1,19 @@
-"""Translate a test set with the length penalty that scores best on a part of dev.
+"""Translate a test set with the length penalty that has the best BLEU on a part of the dev set.
 
-    python benchmarks/tuned.py --model runs/sentence --dev data/europarl-sent/dev \\
+    python -m benchmarks.tuned --model runs/sentence --dev data/europarl-sent/dev \\
         --test data/europarl-sent/test --output test.hypothesis
 
-Reads PREFIX.source.txt and PREFIX.target.txt; beam 5. Prints, as JSON, BLEU by penalty and the one
-that was taken. A model that ends its sentences early is not a worse translator for it, as long as
-every model of a comparison is tuned alike. Of the sentences of dev every n-th is taken, so that
-the part is like the whole; with `--documents` sentences keep their documents in view, and the part
-is the beginning.
+Reads PREFIX.source.txt and PREFIX.target.txt; the beam is 5. Prints BLEU for each penalty and the
+chosen penalty as JSON. Tuning every model of a comparison removes differences that come only from
+the length of translations. The part consists of every n-th sentence of the dev set, or, with
+`--documents`, of its beginning, because sentences need the context of their document.
 """
 
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer.console import guarded
 from reluformer.data.text import DOCUMENT, lines
@@ -29,7 +25,7 @@ PENALTIES = (0.8, 1.0, 1.2, 1.4, 1.6)
 
 
 def part(prefix: str, most: int, *, documents: bool) -> tuple[list[str], list[str]]:
-    """Some sources of a set and their references."""
+    """Sources and references of a part of a set."""
     sources, references = (list(lines(f"{prefix}.{side}.txt")) for side in ("source", "target"))
     if documents:
         return sources[:most], references[:most]
@@ -38,27 +34,27 @@ def part(prefix: str, most: int, *, documents: bool) -> tuple[list[str], list[st
 
 
 def bleu(hypotheses: list[str], references: list[str]) -> float:
-    """BLEU by sentence; marks of documents do not count."""
+    """BLEU over sentences, without document markers."""
     from sacrebleu.metrics.bleu import BLEU
 
     pairs = [
-        (given, wanted)
-        for given, wanted in zip(hypotheses, references, strict=True)
-        if wanted.strip() not in ("", DOCUMENT)
+        (hypothesis, reference)
+        for hypothesis, reference in zip(hypotheses, references, strict=True)
+        if reference.strip() not in ("", DOCUMENT)
     ]
-    given, wanted = zip(*pairs, strict=True)
-    return float(BLEU().corpus_score(list(given), [list(wanted)]).score)
+    kept, expected = zip(*pairs, strict=True)
+    return float(BLEU().corpus_score(list(kept), [list(expected)]).score)
 
 
 @guarded
 def main() -> None:
-    """Tune, translate, say what was found."""
+    """Tune, translate and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a run's folder")
     parser.add_argument("--dev", required=True, help="prefix of the set to tune on")
     parser.add_argument("--test", nargs="+", required=True, help="prefixes of sets to translate")
     parser.add_argument("--output", type=Path, nargs="+", required=True, help="a file for each")
-    parser.add_argument("--sentences", type=int, default=600, help="of dev")
+    parser.add_argument("--sentences", type=int, default=600, help="number of dev sentences")
     parser.add_argument("--documents", action="store_true")
     parser.add_argument("--batch-tokens", type=int)
     arguments = parser.parse_args()
@@ -69,11 +65,11 @@ def main() -> None:
         )
     translate = Translator.load(arguments.model, beam=5, batch_tokens=arguments.batch_tokens)
     sources, references = part(arguments.dev, arguments.sentences, documents=arguments.documents)
-    found, start = {}, time.perf_counter()
+    scores, start = {}, time.perf_counter()
     for penalty in PENALTIES:
         translate.config = dataclasses.replace(translate.config, length_penalty=penalty)
-        found[penalty] = bleu(translate.lines(sources, together=arguments.documents), references)
-    best = max(found, key=lambda penalty: found[penalty])
+        scores[penalty] = bleu(translate.lines(sources, together=arguments.documents), references)
+    best = max(scores, key=lambda penalty: scores[penalty])
     translate.config = dataclasses.replace(translate.config, length_penalty=best)
     tuned = time.perf_counter()
     for prefix, output in zip(arguments.test, arguments.output, strict=True):
@@ -82,7 +78,7 @@ def main() -> None:
         write_text(output, "".join(f"{line}\n" for line in translated))
     report = {
         "length penalty": best,
-        "BLEU on dev by penalty": {penalty: round(score, 2) for penalty, score in found.items()},
+        "BLEU on dev by penalty": {penalty: round(score, 2) for penalty, score in scores.items()},
         "seconds to tune": round(tuned - start, 1),
         "seconds to translate": round(time.perf_counter() - tuned, 1),
     }

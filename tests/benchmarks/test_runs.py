@@ -46,7 +46,7 @@ def test_runs_are_trained_scored_and_resumed(tmp_path: Path) -> None:
 
     def command(*more: str) -> dict[str, Any]:
         subprocess.run(
-            [sys.executable, "benchmarks/runs.py", str(tmp_path / "study.yaml"), "--folder",
+            [sys.executable, "-m", "benchmarks.runs", str(tmp_path / "study.yaml"), "--folder",
              str(tmp_path / "runs"), "--out", str(tmp_path / "out.json"), "--jobs", "2", *more],
             cwd=ROOT, check=True, capture_output=True,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from reluformer.data.packing import single_sentences
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.diagnostics import attention_reports
 from reluformer.model import AttentionConfig, ReLUFormer
-from reluformer.ops.definition import Attention
+from reluformer.model import attention as model_attention
 from reluformer.train.objective import inputs
 from tests.model.factory import small
 
@@ -164,14 +164,14 @@ def test_batches_add_up_and_agree_with_the_diagnostics(
     config = small(vocabulary=TOKENIZER.vocab_size, kv_heads=kv_heads)
     attention = AttentionConfig(threshold="head", threshold_init=threshold, row_sum_init=None)
     model = ReLUFormer(replace(config, attention=attention)).eval()
-    attend = Attention.attend
+    attend = model_attention.attend
     apart = measure(model, batches(100).epoch(0))
     whole = batches(1000)
     # Buckets keep lengths apart; one batch of everything is padded most.
     together = Batches(whole.corpus, whole.spans, batch_tokens=1000, seed=0, buckets=[200])
     (batch,) = together.epoch(0)
     found = measure(model, [batch])
-    assert Attention.attend is attend
+    assert model_attention.attend is attend
     assert {site: len(layers) for site, layers in found.items()} == dict.fromkeys(
         ("encoder", "decoder", "cross"), 2
     )
@@ -206,7 +206,7 @@ def test_softmax_has_neither_zeros_nor_bounds_and_silent_heads_are_named() -> No
     )
     assert "pages of 16, bound" not in found["encoder"][0]
     told = summary(found["cross"])
-    assert told[sparsity.SILENT] == told[sparsity.NEARLY_SILENT] == [[1, 2]]
+    assert told[sparsity.EMPTY] == told[sparsity.NEARLY_EMPTY] == [[1, 2]]
     assert told["maps"][2] == told["pages of 16, bound"][2] == 1
     shown = sparsity.table({site: summary(layers) for site, layers in found.items()})
     assert "0.0 (0.0 to 0.0)" in shown and "pages of 16, bound" in shown

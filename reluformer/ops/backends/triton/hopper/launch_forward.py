@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 TILES = {64: Tile(128, 64, 4, False), 128: Tile(64, 64, 4, True)}
-"""By width of a head (benchmarks/tuning.py does not search these)."""
+"""By width of a head (benchmarks/tiles.py does not search these)."""
 
 
 class SpecialisedLaunch(Launch):

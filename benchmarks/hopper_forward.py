@@ -1,18 +1,18 @@
-"""The forward with specialised warps against the plain kernel and cuDNN's softmax, by length.
+"""The warp-specialised Hopper forward against the portable kernel and cuDNN softmax, by length.
 
-    python benchmarks/specialised.py --out F [--seconds 60]
+    python -m benchmarks.hopper_forward --out F [--seconds 60]
 
-Four calls (plain; with row sums; the models' with powers 4 and 8: thresholds, key lengths, rows
-divided) at two widths, full and causal, 16,384 tokens, interleaved rounds. For each: how much
-faster the specialised kernel is, and what it costs relative to its own plain call. Where one is
-slower decides `reluformer.ops.backends.triton.hopper.launch_forward.suits`. Needs a Hopper GPU.
+Four calls at two head widths, full and causal, 16,384 tokens, in interleaved rounds: plain; with
+row sums; the calls of models with powers 4 and 8 (thresholds, key lengths, row normalisation).
+For each call: the speed of the Hopper kernel relative to the portable one, and its time relative
+to its own plain call. `reluformer.ops.backends.triton.hopper.launch_forward` chooses by these
+ratios. Needs a Hopper GPU.
 """
 
 import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reluformer import relu_attention
 from reluformer.bench.timing import Clock
@@ -38,28 +36,30 @@ CALLS: dict[str, dict[str, Any]] = {
     "power 4": {"power": 4, "threshold": -4.0, "row_normalise": 1e-4, "return_sums": "row_sum"},
     "power 8": {"power": 8, "threshold": -8.0, "row_normalise": 1e-4, "return_sums": "row_sum"},
 }
-APART = 3e-3
+TOLERANCE = 3e-3
 
 
 def main() -> None:
-    """Check, time, print a line for each shape."""
+    """Check and time all shapes, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for timing, roughly")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="approximate time for the measurements"
+    )
     arguments = parser.parse_args()
     shapes = list(itertools.product((64, 128), (False, True), LENGTHS))
-    found: dict[str, Any] = {"environment": info(), "shapes": {}}
+    report: dict[str, Any] = {"environment": info(), "shapes": {}}
     for width, causal, n in shapes:
         name = f"d {width}, {'causal' if causal else 'full'}, n {n}"
-        row = measured(width, causal, n, arguments.seconds / len(shapes))
-        found["shapes"][name] = row
-        arguments.out.write_text(json.dumps(found, indent=1))
+        row = measure(width, causal, n, arguments.seconds / len(shapes))
+        report["shapes"][name] = row
+        arguments.out.write_text(json.dumps(report, indent=1))
         gains = ", ".join(f"{call} {ratio:.2f}" for call, ratio in row["x plain kernel"].items())
         print(f"{name}: x cuDNN {row['x cuDNN']:.2f}; x plain kernel: {gains}", flush=True)
 
 
-def measured(width: int, causal: bool, n: int, seconds: float) -> dict[str, Any]:
-    """Ratios of one shape, once both kernels agree."""
+def measure(width: int, causal: bool, n: int, seconds: float) -> dict[str, Any]:
+    """Ratios of one shape, after a check that both kernels agree."""
     heads, batch = WIDTH // width, TOKENS // n
     q, k, v = (
         torch.randn(batch, n, heads, width, device="cuda").bfloat16().transpose(1, 2)
@@ -71,9 +71,9 @@ def measured(width: int, causal: bool, n: int, seconds: float) -> dict[str, Any]
         if "power" in options:
             threshold = torch.full((heads,), options["threshold"], device="cuda")
             options = {**options, "threshold": threshold, "key_lengths": lengths}
-        both = [partial(ours, kind, q, k, v, causal, options) for kind in (True, False)]
-        new, old = (call() for call in both)
-        assert (new - old).norm() <= APART * old.norm(), (name, width, causal, n)
+        both = [partial(relu, kind, q, k, v, causal, options) for kind in (True, False)]
+        hopper, portable = (call() for call in both)
+        assert (hopper - portable).norm() <= TOLERANCE * portable.norm(), (name, width, causal, n)
         calls[f"{name}, specialised"], calls[f"{name}, plain kernel"] = both
     times = Clock("cuda").rounds(calls, least=10, seconds=seconds)
     special = {name: times[f"{name}, specialised"] for name in CALLS}
@@ -86,15 +86,17 @@ def measured(width: int, causal: bool, n: int, seconds: float) -> dict[str, Any]
     }
 
 
-def ours(
+def relu(
     specialised: bool, q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]
 ) -> Tensor:
+    """ReLU attention by the Hopper or the portable kernel, [B, H, n, D]."""
     with tuning.override(specialised=specialised), torch.no_grad():
-        made = relu_attention(q, k, v, causal=causal, impl="triton", **options)
-    return made if isinstance(made, Tensor) else made.output
+        result = relu_attention(q, k, v, causal=causal, impl="triton", **options)
+    return result if isinstance(result, Tensor) else result.output
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Softmax attention by cuDNN."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
