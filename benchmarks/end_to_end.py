@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from reluformer.bench.timing import in_short
-from reluformer.config.recipe import Recipe, TrainConfig, load_recipe
+from reluformer.config.recipe import Recipe, load_recipe
+from reluformer.config.train import TrainConfig
 from reluformer.data.batches import Batch
 from reluformer.data.tokenizer import BOS, EOS
 from reluformer.files import write_json

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from reluformer.config.dataclasses_io import build
 from reluformer.config.recipe import Recipe, load_stored_recipe
+from reluformer.config.schema import build
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json

@@ -1,0 +1,1 @@
+"""Settings of models, training and search: strict dataclasses, read from YAML recipes."""

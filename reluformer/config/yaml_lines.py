@@ -1,4 +1,4 @@
-"""YAML with line numbers: where each field of a file stands, and errors that say so."""
+"""YAML files with the line number of each field, for error messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,21 @@ from reluformer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Document:
-    """A YAML file: its values, and the line of each field by dotted path (`train.lr`)."""
+class YamlFile:
+    """Content of a YAML file."""
 
     path: Path
     values: dict[str, Any]
+    """Nested plain values."""
     lines: Mapping[str, int]
+    """Line number of each field, by dotted path (`train.lr`)."""
 
     def located(self, error: UserError, assigned: Mapping[str, Any]) -> UserError:
-        """`error`, whose message begins with a field, with the place of that field in front.
+        """Prepend the line of the field that the error's message begins with.
 
-        `assigned` are the fields that were set outside the file.
+        Args:
+            error: An error whose first word is the dotted path of a field.
+            assigned: Fields that were assigned with `--set`; their errors name the assignment.
         """
         field = str(error).split(" ", 1)[0]
         for path in _and_parents(field):
@@ -32,8 +36,8 @@ class Document:
         return UserError(f"{self.path}: {error}")
 
 
-def read(path: Path) -> Document:
-    """Read a YAML mapping; a field given twice is refused, where YAML would keep the last."""
+def read_yaml(path: Path) -> YamlFile:
+    """Read a YAML mapping; repeated fields are refused, although YAML would keep the last."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -44,7 +48,7 @@ def read(path: Path) -> Document:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path} must hold a mapping of fields")
+            raise UserError(f"{path} must contain a mapping of fields")
         lines = _lines(path, node)
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -53,11 +57,11 @@ def read(path: Path) -> Document:
         raise UserError(f"{path}{place} is not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
-    return Document(path, values, lines)
+    return YamlFile(path, values, lines)
 
 
-def assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """`["train.lr=1e-3", ...]` as values by dotted path, each read as YAML."""
+def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """Values by dotted path of assignments such as `"train.lr=1e-3"`; values are YAML."""
     values: dict[str, Any] = {}
     for text in texts:
         field, equals, value = text.partition("=")

@@ -1,0 +1,1 @@
+"""Evaluation of translations: scores with signatures and significance tests."""

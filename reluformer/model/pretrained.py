@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from reluformer.config.dataclasses_io import build, to_dict
 from reluformer.config.migration import migrate
+from reluformer.config.schema import build, to_dict
 from reluformer.errors import UserError
 from reluformer.files import atomic_path, write_json
 from reluformer.model.config import ModelConfig

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from reluformer.config.recipe import GENERATED, DataConfig, Recipe
+from reluformer.config.data import GENERATED, DataConfig
+from reluformer.config.recipe import Recipe
 from reluformer.data.batches import Batch, Batches
 from reluformer.data.corpus import Corpus
 from reluformer.data.packing import ExampleSpans, pack_sentences, single_sentences

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from reluformer.config.recipe import TrainConfig
+from reluformer.config.train import TrainConfig
 from reluformer.model import ReLUFormer
 from reluformer.processes import Processes
 

@@ -11,7 +11,8 @@ import torch
 
 from reluformer import checkpoint
 from reluformer.checkpoint import RunState
-from reluformer.config.recipe import Recipe, TrainConfig
+from reluformer.config.recipe import Recipe
+from reluformer.config.train import TrainConfig
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.config import AttentionConfig, Site

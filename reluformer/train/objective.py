@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from reluformer.config.recipe import TrainConfig
+from reluformer.config.train import TrainConfig
 from reluformer.data.batches import Batch
 from reluformer.model.attention import opaque
 from reluformer.model.config import ModelConfig, Site

@@ -3,7 +3,7 @@
 import hashlib
 import math
 
-from reluformer.config.recipe import TrainConfig
+from reluformer.config.train import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

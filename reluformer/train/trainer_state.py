@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from reluformer.checkpoint import Tensors
-from reluformer.config.recipe import TrainConfig
+from reluformer.config.train import TrainConfig
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import distinct_tensors
 from reluformer.processes import Processes

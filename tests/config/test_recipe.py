@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 
 import reluformer
 from reluformer import recipes
-from reluformer.config.recipe import (
-    DataConfig,
-    Recipe,
-    TrainConfig,
-    first_difference,
-    load_recipe,
-    recipe_from,
-)
+from reluformer.config.data import DataConfig
+from reluformer.config.recipe import Recipe, first_difference, load_recipe, recipe_from
+from reluformer.config.train import TrainConfig
 from reluformer.errors import UserError
 
 TEXT = """\

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from reluformer.config.dataclasses_io import build, to_dict
+from reluformer.config.schema import build, to_dict
 from reluformer.errors import UserError
 from reluformer.model import AttentionConfig, ModelConfig
 

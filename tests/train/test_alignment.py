@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from reluformer.checkpoint import LoadedRun, load_run
-from reluformer.config.dataclasses_io import override, to_dict
 from reluformer.config.recipe import recipe_from
+from reluformer.config.schema import override, to_dict
 from reluformer.data.synthetic.sample import copy_pairs
 from reluformer.model import AttentionConfig
 from reluformer.train import train

@@ -7,8 +7,8 @@ import pytest
 
 from reluformer import recipes
 from reluformer.checkpoint import load_run
-from reluformer.config.dataclasses_io import to_dict
 from reluformer.config.recipe import load_recipe
+from reluformer.config.schema import to_dict
 from reluformer.model import AttentionConfig, ModelConfig
 from reluformer.train import train
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from reluformer.config.dataclasses_io import override
 from reluformer.config.recipe import Recipe, recipe_from
+from reluformer.config.schema import override
 
 VALUES: dict[str, Any] = {
     "data": {

@@ -1,7 +1,7 @@
-"""Strict settings: plain dataclasses, checked field by field, readable from YAML and JSON.
+"""Dataclasses from nested plain values (YAML, JSON) and back, checked field by field.
 
-Every mistake is one sentence with the full path of the field (`model.attention.kind`), the value
-found and what is allowed. Nothing is guessed except numbers that YAML reads as text (`1e-3`).
+Every error is one sentence with the full path of the field (`model.attention.kind`), its value and
+what is allowed. The only conversion is from text to numbers, because YAML reads `1e-3` as text.
 """
 
 import contextlib
@@ -19,7 +19,16 @@ T = TypeVar("T")
 
 
 def build(cls: type[T], values: Any, path: str = "") -> T:
-    """An instance of dataclass `cls` from a mapping, strictly; `path` names it in messages."""
+    """Build an instance of the dataclass `cls` from a mapping.
+
+    Args:
+        cls: A dataclass, whose fields may be dataclasses too.
+        values: Mapping from field names to values.
+        path: Name of the instance in error messages, such as `model.attention`.
+
+    Raises:
+        UserError: A field is unknown, missing, or has a wrong type or value.
+    """
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'settings'} must be a mapping of fields, got {_show(values)}")
     hints = typing.get_type_hints(cls)
@@ -27,21 +36,21 @@ def build(cls: type[T], values: Any, path: str = "") -> T:
     for key in values:
         if key not in fields:
             raise UserError(_unknown(_join(path, str(key)), str(key), list(fields)))
-    given = {k: convert(hints[k], value, _join(path, k)) for k, value in values.items()}
+    converted = {k: convert(hints[k], value, _join(path, k)) for k, value in values.items()}
     for name, field in fields.items():
         required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
-        if required and name not in given:
+        if required and name not in converted:
             raise UserError(f"{_join(path, name)} is required")
     try:
-        return cls(**given)
+        return cls(**converted)
     except UserError as error:
         raise UserError(f"{path}.{error}" if path else str(error)) from None
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """`value` as the type `hint`, or a UserError that names `path`."""
+    """Check that `value` has the type `hint` and convert it; errors name `path`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -64,7 +73,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def override(values: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested `values` with dotted keys (`train.lr`) set."""
+    """Copy nested `values` and assign fields by dotted path (`train.lr`)."""
     result = _copy(values)
     for dotted, value in assignments.items():
         *parents, last = dotted.split(".")
@@ -79,7 +88,7 @@ def override(values: Mapping[str, Any], assignments: Mapping[str, Any]) -> dict[
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """Nested plain values of a dataclass; `build` of them gives an equal one."""
+    """Nested plain values of a dataclass; `build` restores an equal one from them."""
     return {key: _plain(value) for key, value in dataclasses.asdict(settings).items()}
 
 

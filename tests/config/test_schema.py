@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reluformer.config.dataclasses_io import build, override, to_dict
+from reluformer.config.schema import build, override, to_dict
 from reluformer.errors import UserError
 
 
