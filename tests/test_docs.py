@@ -128,6 +128,14 @@ def test_links_to_files_of_the_repository_resolve() -> None:
             assert is_generated or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_named_files_exist() -> None:
+    roots = [ROOT, ROOT / "reluformer", ROOT / "reluformer" / "ops" / "backends"]
+    # The log tells of files as they were at its dates.
+    for page in (page for page in PAGES if page.name != "log.md"):
+        for path in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|yaml|h|md))`", page.read_text("utf-8")):
+            assert any((root / path).exists() for root in roots), f"{page.name}: {path}"
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
 
