@@ -8,23 +8,18 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
-DOCS   := $(VENV)/.docs
 
 .PHONY: demo lint quick test test-all docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	touch $@
 
 # Faster CPU kernels. Without a C++ compiler this prints one line and the Python tiles are used.
 $(KERNELS): $(READY) $(wildcard reluformer/ops/backends/cpu/native/*)
 	$(BIN)/python -m reluformer.ops.backends.cpu.native || true
-	touch $@
-
-$(DOCS): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
 demo: $(KERNELS)
@@ -50,7 +45,7 @@ test-all: $(KERNELS) lint
 	$(BIN)/python tools/check_numbers.py
 	$(PYTEST) -m "not gpu" --hypothesis-profile=release --cov --cov-report=term --cov-fail-under=90
 
-docs: $(DOCS)
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
 
