@@ -47,16 +47,18 @@ __all__ = [
     "relu_attention_varlen",
 ]
 
+# Modules that define the public names, lowest layer first. A new public name is added to the
+# imports above, for type checkers, and to `__all__`.
 _MODULES = ("errors", "ops", "model", "translation.translator")
 
 
 def __getattr__(name: str) -> Any:
-    # Names are looked up on first use: the command line answers without loading torch.
+    # Names are imported on first use, so that the command line starts without loading torch.
     if name in __all__:
-        for module in _MODULES:
-            found = import_module(f"reluformer.{module}")
-            if hasattr(found, name):
-                globals()[name] = getattr(found, name)
+        for module_name in _MODULES:
+            module = import_module(f"reluformer.{module_name}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
                 return globals()[name]
     raise AttributeError(f"module 'reluformer' has no attribute {name!r}")
 

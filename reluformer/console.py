@@ -1,4 +1,4 @@
-"""What a person sees of a command: progress, tables, one-line errors. Rich is imported on use."""
+"""Terminal output of commands: progress, tables and one-line errors."""
 
 import errno
 import functools
@@ -15,15 +15,15 @@ from reluformer.errors import Diverged, UserError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Exit statuses. Success is 0.
+# Exit statuses besides 0.
 MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 
-# Shorter work needs no progress; where there is no terminal, a line now and then is enough.
+# Seconds before progress is shown, and between lines of progress without a terminal.
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """A command whose expected failures end in one line on standard error and an exit status."""
+    """Wrap a command: expected errors print one line on standard error and set the exit status."""
 
     @functools.wraps(command)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
@@ -35,14 +35,14 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             _fail(str(error), MISTAKE)
         except BrokenPipeError:
-            # Whoever read our output has gone; Python must not complain when it flushes the rest.
+            # The reader of our output has exited. Python must not fail when it flushes the rest.
             _drop_output()
             sys.exit(BROKEN_PIPE)
         except OSError as error:
             if error.filename is None:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                # What standard output still holds cannot be written either.
+                # The buffered rest of standard output cannot be written either.
                 _drop_output()
                 _fail(str(error.strerror), MISTAKE)
             _fail(f"{error.filename} cannot be used: {error.strerror}", MISTAKE)
@@ -56,7 +56,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _drop_output() -> None:
-    """Let all further standard output vanish."""
+    """Redirect standard output to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -66,7 +66,7 @@ def _fail(message: str, status: int) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Warnings of the package as plain lines."""
+    """Print the package's log messages as plain lines on standard error."""
     log = logging.getLogger("reluformer")
     if not log.handlers:
         handler = logging.StreamHandler()
@@ -76,29 +76,32 @@ def _log_to_stderr() -> None:
 
 
 class Progress:
-    """How far some work is: a bar on a terminal, plain lines elsewhere, nothing for short work."""
+    """Progress on standard error: a bar on a terminal, plain lines elsewhere.
+
+    Nothing is shown for work of less than two seconds.
+    """
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self._start = time.monotonic()
-        self._spoke = self._start + _PATIENCE - _PLAIN_EVERY
+        self._last_line = self._start + _PATIENCE - _PLAIN_EVERY
         self._bar: Any = None
         self._task: Any = None
 
     def update(self, done: int, total: int | None, doing: str) -> None:
-        """So many of `total` units are done, and this is being done."""
+        """Show that `done` of `total` units are finished, and the current activity."""
         now = time.monotonic()
         if now - self._start < _PATIENCE:
             return
         if sys.stderr.isatty():
             self._draw(done, total, doing)
-        elif now - self._spoke >= _PLAIN_EVERY:
-            self._spoke = now
+        elif now - self._last_line >= _PLAIN_EVERY:
+            self._last_line = now
             of = "" if total is None else f" of {total:,}"
             print(f"{doing}: {done:,}{of} {self.unit}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -119,16 +122,16 @@ class Progress:
 
 @contextmanager
 def progress(unit: str) -> Iterator[Progress]:
-    """A progress that is taken away at the end."""
-    shown = Progress(unit)
+    """Yield a progress display and remove it at the end of the block."""
+    display = Progress(unit)
     try:
-        yield shown
+        yield display
     finally:
-        shown.close()
+        display.close()
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table on standard output; the first column is text, the others are numbers."""
+    """Print a table; the first column is text, the others are numbers."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""The demonstration behind `make demo`: a ReLUFormer and its softmax twin learn to translate.
+"""Demonstration (`make demo`): train a ReLUFormer and a softmax baseline, translate and score.
 
-Both are trained side by side, one core each, by the same command as any run; then they translate
-documents that they have never seen. A second call finds the finished runs and goes on from there.
+Both models are trained at the same time, on one core each, with `reluformer train`. Then they
+translate held-out documents. A second call uses the finished runs.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from reluformer.evaluation.scores import evaluate
 from reluformer.translation.translator import Translator
 
 RECIPE = "tiny"
-TWINS = {"ReLU": "relu", "softmax": "softmax"}
+MODELS = {"ReLU": "relu", "softmax": "softmax"}
+"""Attention of each model, by its name in the output."""
 
 _TEST_SEED, _TEST_DOCUMENTS = 2302, 50
 _POLL = 0.5
@@ -39,32 +41,38 @@ Documents = list[list[str]]
 def demo(
     folder: Path, overrides: Sequence[str] = (), documents: int = _TEST_DOCUMENTS
 ) -> Evaluation:
-    """Show the idea, train the twins below `folder`, translate and score held-out documents."""
+    """Train both models, translate and score held-out documents.
+
+    Args:
+        folder: Folder of the two runs.
+        overrides: Assignments such as `"train.steps=10"` to the recipe `tiny`.
+        documents: Number of held-out documents.
+    """
     print(f"reluformer {__version__}: attention without softmax\n")
     _show_memory()
-    print("\n2. Two twins learn to translate stories of dates, times and prices into German; this")
-    print("   takes about three minutes on two cores.")
+    print("\n2. Two models, one with ReLU and one with softmax, learn to translate stories about")
+    print("   dates, times and prices into German. This takes about three minutes on two cores.")
     _train(folder, overrides)
-    # As long as those seen in training.
+    # Test documents are as long as training documents.
     generated = load_recipe(RECIPE, overrides).data.generated
     assert generated is not None
     most = generated.lengths[1]
     pairs = list(sample.documents(_TEST_SEED, documents, (min(3, most), most), split="test"))
     sources = [[english for english, _ in document] for document in pairs]
     reference = [[german for _, german in document] for document in pairs]
-    # Models as small as these are fastest on one core.
+    # Models of this size are fastest on one core.
     torch.set_num_threads(1)
-    found = {name: _translate(folder / kind, sources) for name, kind in TWINS.items()}
-    print("\n3. They translate a document that neither has seen.")
-    _show_document(sources[0], found["ReLU"][0], reference[0])
-    result = evaluate(reference, found, documents=True)
-    print(f"\n4. Their scores on {len(sources)} documents of that kind.")
-    _show_scores(result, found, reference)
+    translations = {name: _translate(folder / kind, sources) for name, kind in MODELS.items()}
+    print("\n3. The ReLU model translates a held-out document.")
+    _show_document(sources[0], translations["ReLU"][0], reference[0])
+    result = evaluate(reference, translations, documents=True)
+    print(f"\n4. Scores on {len(sources)} held-out documents.")
+    _show_scores(result, translations, reference)
     return result
 
 
 def _show_memory() -> None:
-    """The memory view, checked while it is told."""
+    """Print the common form of attention and feed-forward layers, and check it."""
     torch.manual_seed(0)
     tokens, width, slots = 5, 64, 256
     memory = KeyValueMemory(width, slots, "relu")
@@ -78,35 +86,33 @@ def _show_memory() -> None:
     print("1. One idea: a memory is weights(q K^T) V.")
     print("   attention      keys and values are other tokens     relu_attention(q, k, v)")
     print("   feed-forward   keys and values are learned slots    KeyValueMemory(width, slots)(x)")
-    print(f"   The same read: attention to the {slots} slots of a feed-forward layer is that layer")
-    print(
-        f"   (largest difference {difference:.1g}). ReLUFormer has ReLU in both, softmax in none."
-    )
+    print(f"   Attention to the {slots} slots of a feed-forward layer equals that layer (largest")
+    print(f"   difference {difference:.1g}). ReLUFormer has ReLU in both and softmax in neither.")
 
 
 def _train(folder: Path, overrides: Sequence[str]) -> None:
-    """Train the twins that are not finished, at the same time."""
+    """Train the unfinished models, at the same time."""
     steps = load_recipe(RECIPE, overrides).train.steps
     running = {
         name: _start(folder / kind, [*overrides, f"model.attention.kind={kind}"])
-        for name, kind in TWINS.items()
+        for name, kind in MODELS.items()
         if not (folder / kind / MODEL).is_dir()
     }
     if not running:
-        print(f"   Both are trained already; remove {folder} to see it again.")
+        print(f"   Both are trained already; remove {folder} to train them again.")
         return
     start = time.monotonic()
     try:
         with _watching(list(running), steps) as show:
             while any(process.poll() is None for process in running.values()):
                 time.sleep(_POLL)
-                show({name: _progress(folder / TWINS[name]) for name in running})
+                show({name: _progress(folder / MODELS[name]) for name in running})
     finally:
         for process in running.values():
             process.terminate()
     for name, process in running.items():
         if process.wait():
-            log = (folder / f"{TWINS[name]}.log").read_text(encoding="utf-8").strip()
+            log = (folder / f"{MODELS[name]}.log").read_text(encoding="utf-8").strip()
             raise UserError(f"training {name} failed: {log.splitlines()[-1] if log else '?'}")
     print(f"   Trained {steps} steps each in {time.monotonic() - start:.0f} s.")
 
@@ -120,7 +126,7 @@ def _start(run: Path, settings: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def _progress(run: Path) -> tuple[int, float]:
-    """The last step that a run has reported, and its loss per token."""
+    """Last logged step of a run, and its loss per token."""
     try:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         record: dict[str, Any] = json.loads(lines[-1])
@@ -131,20 +137,18 @@ def _progress(run: Path) -> tuple[int, float]:
 
 @contextmanager
 def _watching(names: list[str], steps: int) -> Iterator[Any]:
-    """A function that shows (step, loss) by name: bars on a terminal, lines elsewhere."""
+    """Yield a function that shows (step, loss) by name: bars on a terminal, lines elsewhere."""
     if not sys.stdout.isatty():
-        spoke = time.monotonic()
+        last_line = time.monotonic()
 
-        def say(states: dict[str, tuple[int, float]]) -> None:
-            nonlocal spoke
-            if time.monotonic() - spoke >= _PLAIN_EVERY:
-                spoke = time.monotonic()
-                told = [
-                    f"{name} {_state(step, steps, nll)}" for name, (step, nll) in states.items()
-                ]
-                print(f"   {'; '.join(told)}", flush=True)
+        def write(states: dict[str, tuple[int, float]]) -> None:
+            nonlocal last_line
+            if time.monotonic() - last_line >= _PLAIN_EVERY:
+                last_line = time.monotonic()
+                texts = [f"{name} {_state(*state, steps)}" for name, state in states.items()]
+                print(f"   {'; '.join(texts)}", flush=True)
 
-        yield say
+        yield write
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -158,30 +162,32 @@ def _watching(names: list[str], steps: int) -> Iterator[Any]:
 
         def draw(states: dict[str, tuple[int, float]]) -> None:
             for name, (step, nll) in states.items():
-                bars.update(tasks[name], completed=step, state=_state(step, steps, nll))
+                bars.update(tasks[name], completed=step, state=_state(step, nll, steps))
 
         yield draw
 
 
-def _state(step: int, steps: int, nll: float) -> str:
+def _state(step: int, nll: float, steps: int) -> str:
     return f"step {step} of {steps}, loss {nll:.2f}" if step else "starts"
 
 
 def _translate(run: Path, sources: Documents) -> Documents:
-    """Translate documents, several at a time."""
+    """Translate all documents in batches."""
     translator = Translator.load(run, device="cpu")
     lines = translator.document([line for document in sources for line in (*document, "")])
     rest = iter(lines)
     return [[next(rest) for _ in (*document, "")][:-1] for document in sources]
 
 
-def _show_document(source: list[str], found: list[str], reference: list[str]) -> None:
-    for english, german, right in zip(source, found, reference, strict=True):
+def _show_document(source: list[str], translation: list[str], reference: list[str]) -> None:
+    for english, german, right in zip(source, translation, reference, strict=True):
         print(f"\n   English     {english}\n   ReLUFormer  {german}")
         print("   reference   the same" if german == right else f"   reference   {right}")
 
 
-def _show_scores(result: Evaluation, found: dict[str, Documents], reference: Documents) -> None:
+def _show_scores(
+    result: Evaluation, translations: dict[str, Documents], reference: Documents
+) -> None:
     rows = []
     signatures: dict[str, list[str]] = {}
     for scores in zip(*(system.scores for system in result.systems), strict=True):
@@ -189,28 +195,27 @@ def _show_scores(result: Evaluation, found: dict[str, Documents], reference: Doc
         if first.label in ("BLEU", "d-BLEU", "chrF2"):
             rows.append([first.label, *(f"{score.value:.1f}" for score in scores)])
             signatures.setdefault(first.signature, []).append(first.label)
-    exact = [_exact(texts, reference) for texts in found.values()]
+    exact = [_exact(texts, reference) for texts in translations.values()]
     rows.append(["sentences exactly right", *(f"{share:.0%}" for share in exact)])
-    print_table("", ["score", *found], rows)
+    print_table("", ["score", *translations], rows)
     for signature, labels in signatures.items():
         print(f"   {', '.join(labels)}: {signature}")
 
 
-def _exact(found: Documents, reference: Documents) -> float:
-    pairs = [
-        pair
-        for texts, right in zip(found, reference, strict=True)
-        for pair in zip(texts, right, strict=True)
-    ]
-    return sum(text == right for text, right in pairs) / len(pairs)
+def _exact(translations: Documents, reference: Documents) -> float:
+    """Share of the sentences that equal the reference."""
+    texts, right = (list(chain.from_iterable(side)) for side in (translations, reference))
+    return sum(a == b for a, b in zip(texts, right, strict=True)) / len(right)
 
 
 @guarded
 def main() -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(prog="python -m reluformer.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the runs go")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the runs")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="override a field"
+    )
     arguments = parser.parse_args()
     demo(arguments.out, arguments.set)
 

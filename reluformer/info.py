@@ -1,4 +1,4 @@
-"""What one pastes into a bug report: versions, devices, implementations."""
+"""Environment for bug reports: versions, devices and implementations."""
 
 import platform
 import subprocess
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "sacrebleu
 
 
 def info() -> dict[str, Any]:
-    """Plain values by topic."""
+    """Collect versions, devices and implementations as plain values by topic."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "reluformer": __version__,
@@ -34,13 +34,13 @@ def info() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, with `+` if files have changed since."""
+    """Git commit of the package, followed by `+` if files have changed; None outside a checkout."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None
     try:
-        found = _git(root, "rev-parse", "HEAD")
-        return found + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
+        revision = _git(root, "rev-parse", "HEAD")
+        return revision + ("+" if _git(root, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -58,18 +58,18 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> list[str]:
-    found = [f"cpu ({_processor()})"]
+    devices = [f"cpu ({_processor()})"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
-        found.append(
+        devices.append(
             f"cuda:{index} ({properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda})"
         )
-    return found
+    return devices
 
 
 def _processor() -> str:
-    """The processor's name where the system tells, else its kind."""
+    """Name of the processor, or its architecture if the system does not report the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -79,7 +79,7 @@ def _processor() -> str:
 
 
 def _implementations(kind: str, device: str) -> dict[str, str]:
-    """For a typical call on `device`: what runs it, and why others cannot."""
+    """State of each backend for a typical call on `device`, with the reason if it cannot run."""
     heads = torch.zeros(1, 1, 64, 64, device=device)
     call = Call(heads, heads, heads, Visibility(causal=True), scale=0.125)
     row = lookup(kind)

@@ -1,4 +1,4 @@
-"""The demonstration runs from end to end, with models too small to be good."""
+"""The demonstration runs from end to end, with tiny models."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ SMALL = [
 
 
 class InProcess:
-    """Stands in for the process of a training, without another Python to start."""
+    """Replaces the subprocess of a training run by a call in this process."""
 
     def __init__(self, run: Path, settings: list[str]) -> None:
         options = [part for setting in settings for part in ("--set", setting)]
@@ -70,7 +70,7 @@ def test_the_demonstration_trains_translates_and_scores(
     assert again.partition("\n3.")[2] == first.partition("\n3.")[2] != ""
 
 
-def test_a_failed_training_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_failed_training_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "relu").mkdir()
     (tmp_path / "relu" / "letter.txt").touch()
     with pytest.raises(UserError, match=r"ReLU failed: .*letter.txt and is no run"):
