@@ -41,7 +41,7 @@ from reluformer.bench.timing import Call as Timed
 from reluformer.bench.timing import Clock, ratio
 from reluformer.files import write_json
 from reluformer.ops.backends.triton import run_backward, run_forward, tuning
-from reluformer.ops.backends.triton.plan import Problem
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
@@ -65,7 +65,7 @@ def overridden(variant: str) -> dict[tuning.Kernel, tuning.Tile]:
         return {}
     sizes = (int(size) for size in variant[1:].rstrip("p").split("/"))
     tile = tuning.Tile(*sizes, prescale="p" in variant)
-    return {"queries" if variant[0] == "q" else "keys": tile}
+    return {"dq" if variant[0] == "q" else "dkv": tile}
 
 
 class Call(NamedTuple):
@@ -80,12 +80,14 @@ def make(
 ) -> Call:
     """Random queries, keys, values and gradients."""
     qkv = torch.randn(3, tokens // n, n, total // width, width, device=DEVICE).to(DTYPE)
-    numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, n, n)
-    problem = Problem(*qkv.transpose(2, 3), *[None] * 7, *numbers)
-    grads = run_backward.Gradients(None, None, torch.randn_like(problem.q), None, None)
+    q, k, v = qkv.transpose(2, 3)
+    problem = Problem(q, k, v, NO_INPUTS, Settings(width**-0.5, n, n, causal=causal))
+    grads = run_backward.Gradients(torch.randn_like(q))
     if models:
         cuts = torch.full((problem.q.shape[1],), -4.0, device=DEVICE)
-        problem = problem._replace(power=8, threshold=cuts, row_normalise=EPSILON)
+        settings = problem.settings._replace(power=8, row_normalise=EPSILON)
+        optional = NO_INPUTS._replace(threshold=cuts)
+        problem = problem._replace(optional=optional, settings=settings)
         out, row_sum, *_ = run_forward.forward(problem, 1)
         # The loss on row sums has a small weight.
         grad_sum = 1e-3 * torch.randn_like(row_sum)
@@ -98,7 +100,9 @@ def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
     chosen = None if variant == DEFAULT else variant in SPECIALISED
     with tuning.override(overridden(variant), sign_bytes=limits.get(variant), specialised=chosen):
-        return run_backward.backward(*call, need_shift=call.problem.threshold is not None)[:3]
+        return run_backward.backward(
+            *call, needs_shift=call.problem.optional.threshold is not None
+        )[:3]
 
 
 def gate(job: tuple[int, bool, bool, str]) -> float:
@@ -109,12 +113,13 @@ def gate(job: tuple[int, bool, bool, str]) -> float:
     problem, grads = call
     leaves = [each.double().requires_grad_() for each in problem[:3]]
     seen = torch.ones(n, n, device=DEVICE, dtype=torch.bool).tril(0 if causal else n)
-    scores = leaves[0] @ leaves[1].transpose(-2, -1) * problem.scale
-    cut = 0.0 if problem.threshold is None else problem.threshold.double()[:, None, None]
-    weights = (scores - cut).relu() ** problem.power * seen
+    scores = leaves[0] @ leaves[1].transpose(-2, -1) * problem.settings.scale
+    threshold = problem.optional.threshold
+    cut = 0.0 if threshold is None else threshold.double()[:, None, None]
+    weights = (scores - cut).relu() ** problem.settings.power * seen
     weights = weights / (seen.sum(-1, keepdim=True) / 2).sqrt()
     sums = weights.sum(-1)
-    if problem.divided:
+    if problem.is_row_normalised:
         weights = weights / (sums[..., None] + EPSILON)
     total = (weights @ leaves[2] * grads.grad_out.double()).sum()
     if grads.grad_sum is not None:

@@ -37,8 +37,8 @@ from reluformer.ops.backends.triton import tuning
 from reluformer.ops.backends.triton.tuning import Tile
 
 TOLERANCE = 3e-3
-WAYS = ("whole", "skip", "paged", "paged bounds")
-"""Variants: read all values; skip values without weight; the same from pages; skip whole pages."""
+WAYS = ("whole", "skip", "paged")
+"""Variants: read all values; skip values without weight; the same from pages."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,11 @@ def candidates(way: str, width: int, quick: bool) -> list[Tile]:
                  (32, 2, 3)],
         # The page table is read in the same pipeline, which takes half of its stages.
         "paged": [(64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 5)],
-        "paged bounds": [(64, 4, 3), (64, 4, 5), (64, 8, 3), (32, 4, 5)],
     }  # fmt: skip
     # At half the width, twice the keys are the same number of bytes.
     factor = 2 if width <= 64 else 1
-    most = 64 if way == "paged bounds" else 256
     tiles = [
-        Tile(16, min(keys * factor, most), warps, stages, skip=way != "whole")
+        Tile(16, min(keys * factor, 256), warps, stages, skip=way != "whole")
         for keys, warps, stages in wide[way]
     ]
     return list(dict.fromkeys(tiles))
@@ -166,12 +164,12 @@ def inputs(plan: Plan, shape: Shape, data: Data) -> tuple[Tensor, Tensor, Tensor
     return q, k, v
 
 
-def cached(plan: Plan, k: Tensor, v: Tensor, bounds: bool) -> PagedCache:
+def cached(plan: Plan, k: Tensor, v: Tensor) -> PagedCache:
     """The same keys and values in a paged cache."""
     batch, heads, keys, width = k.shape
     cache = PagedCache(
         batch, heads, width, pages=batch * math.ceil(keys / plan.page), page_size=plan.page,
-        max_length=keys, bounds=bounds, dtype=k.dtype, device=k.device,
+        max_length=keys, dtype=k.dtype, device=k.device,
     )  # fmt: skip
     for start in range(0, keys, 4096):
         part = slice(start, start + 4096)
@@ -183,7 +181,7 @@ def prepare(plan: Plan, way: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[
     """A call of one variant on one input."""
     if way in ("whole", "skip"):
         return lambda: relu_attention(q, k, v, impl="triton")
-    cache = cached(plan, k, v, bounds=way == "paged bounds")
+    cache = cached(plan, k, v)
     return lambda: decode_attention(q, cache, causal=False, impl="triton")
 
 
@@ -302,7 +300,7 @@ def tune(plan: Plan, clock: Clock, allowed: Allowed) -> tuple[Chosen, list[dict[
     """The fastest allowed tile for each variant and shape, and all times, fastest first."""
     chosen: Chosen = {}
     report: list[dict[str, Any]] = []
-    data = {"whole": FULL, "skip": SPARSE, "paged": FULL, "paged bounds": CLUSTERED}
+    data = {"whole": FULL, "skip": SPARSE, "paged": FULL}
     for shape in plan.tuned_on:
         for way in WAYS:
             tiles = allowed.get((way, shape.width, shape.queries), [])

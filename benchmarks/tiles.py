@@ -26,11 +26,13 @@ import torch
 
 from reluformer.files import write_json
 from reluformer.ops.backends.triton import run_backward, run_forward, tuning
-from reluformer.ops.backends.triton.plan import Problem
+from reluformer.ops.backends.triton.backward_choice import Choice
+from reluformer.ops.backends.triton.backward_launches import Results, prepare
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from reluformer.ops.backends.triton.tuning import Kernel, Tile
 
 CALLS, REPLAYS = 4, 7
-KERNELS: tuple[Kernel, ...] = ("forward", "keys", "queries")
+KERNELS: tuple[Kernel, ...] = ("forward", "dkv", "dq")
 Shape = tuple[int, int, int, int]
 
 
@@ -64,13 +66,17 @@ class Case:
         lengths = None
         if self.mask == "lengths":
             lengths = torch.randint(self.length * 3 // 4, self.length + 1, (batch,), device=device)
-        return Problem(
-            q, k, v, gamma, threshold, lengths, None, None, None, None,
-            scale=self.width**-0.5, gamma_value=1.0, threshold_value=0.0,
-            length_exponent=1.0 if model else 0.5, power=4 if model else 1,
-            causal=self.mask == "causal", window=0, dropout_p=0.0,
-            max_q=self.length, max_k=self.length, row_normalise=1e-4 if model else 0.0,
-        )  # fmt: skip
+        optional = NO_INPUTS._replace(gamma=gamma, threshold=threshold, key_lengths=lengths)
+        settings = Settings(
+            self.width**-0.5,
+            max_q=self.length,
+            max_k=self.length,
+            length_exponent=1.0 if model else 0.5,
+            power=4 if model else 1,
+            causal=self.mask == "causal",
+            row_normalise=1e-4 if model else 0.0,
+        )
+        return Problem(q, k, v, optional, settings)
 
 
 SENTENCES = [
@@ -100,11 +106,11 @@ SHARING: dict[Kernel, list[Shape]] = {
         (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2),
         (128, 64, 8, 3), (64, 64, 8, 3),
     ],
-    "keys": [
+    "dkv": [
         (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (32, 64, 4, 2),
         (32, 64, 4, 3), (64, 64, 8, 3),
     ],
-    "queries": [
+    "dq": [
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3),
         (128, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 8, 3),
     ],
@@ -112,8 +118,8 @@ SHARING: dict[Kernel, list[Shape]] = {
 # A multiprocessor holds one program of these tiles.
 ALONE: dict[Kernel, list[Shape]] = {
     "forward": [(128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 3)],
-    "keys": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
-    "queries": [(64, 128, 8, 2), (128, 128, 8, 2)],
+    "dkv": [(64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
+    "dq": [(64, 128, 8, 2), (128, 128, 8, 2)],
 }
 SHORT: list[Shape] = [
     (32, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)
@@ -123,8 +129,8 @@ CASES = SENTENCES + LONG + MODELS
 
 def candidates(case: Case, kernel: Kernel) -> list[Tile]:
     """Tiles to time; the choice of the table comes first."""
-    # Same rule as `Problem.tile`: the kernel of the key gradients masks lengths before its loop.
-    is_masked = case.mask == "causal" or (case.mask == "lengths" and kernel != "keys")
+    # Same rule as `plan.pick_tile`: the kernel of the key gradients masks lengths before its loop.
+    is_masked = case.mask == "causal" or (case.mask == "lengths" and kernel != "dkv")
     default = tuning.pick(kernel, case.width, is_masked, case.length, 2)
     return list(dict.fromkeys([default, *_others(case, kernel)]))
 
@@ -146,7 +152,7 @@ def _others(case: Case, kernel: Kernel) -> list[Tile]:
     tiles = [Tile(*shape) for shape in shapes]
     if case.mask != "full":
         tiles += [Tile(*shape, one_loop=True) for shape in shapes]
-        if kernel == "keys" and case.kind == "long":
+        if kernel == "dkv" and case.kind == "long":
             tiles += [Tile(*shape, prescale=True) for shape in shapes]
     return tiles
 
@@ -154,19 +160,22 @@ def _others(case: Case, kernel: Kernel) -> list[Tile]:
 def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     """A call of one kernel; for key gradients with the preceding pass over rows."""
     if kernel == "forward":
-        return lambda: run_forward.forward(problem, int(problem.divided))
-    learned = problem.gamma is not None
-    out = torch.randn_like(problem.q) if learned else None
-    rows = torch.rand(problem.q.shape[:3], device=problem.q.device) if learned else None
-    grads = run_backward.Gradients(out, None, torch.randn_like(problem.q), None, None)
-    if problem.divided:
+        return lambda: run_forward.forward(problem, int(problem.is_row_normalised))
+    rows = None
+    grads = run_backward.Gradients(torch.randn_like(problem.q))
+    if problem.optional.gamma is not None:
+        rows = torch.rand(problem.q.shape[:3], device=problem.q.device)
+        grads = grads._replace(out=torch.randn_like(problem.q))
+    if problem.is_row_normalised:
         grads = grads._replace(grad_sum=rows, row_sum=rows)
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
-    first, second = torch.empty_like(problem.k), torch.empty_like(problem.v)
-    if kernel == "keys":
-        dots = row_dot if problem.divided else None
-        return lambda: run_backward.key_gradients(problem, grads, (), first, second, dots, None)
-    return lambda: run_backward.query_gradients(problem, grads, (), first, row_dot, shift, None)
+    empty = [torch.empty_like(tensor) for tensor in problem[:3]]
+    results = Results(empty[0], empty[1], empty[2], row_dot, shift)
+    launches = prepare(problem, grads, results, Choice(False, 0), has_signs=False)
+    if kernel == "dkv":
+        return lambda: run_backward.run_dkv(launches, problem, grads, results, None)
+    inputs = run_backward.RowInputs(grads.grad_out, None)
+    return lambda: run_backward.run_dq(launches, problem, grads, results, inputs, None)
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:

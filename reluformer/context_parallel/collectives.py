@@ -1,9 +1,10 @@
-"""The collectives of context parallelism: `gather` and `scatter_sum` are each other's gradient.
+"""The two collectives of context parallelism, each the gradient of the other.
 
-A sequence on R ranks consists of 2R chunks of c tokens. The *shard* of rank r, [..., 2c, ...],
-holds chunks r and 2R - 1 - r. `gather` concatenates all shards to the whole sequence. `scatter_sum`
-sums whole tensors over the ranks and leaves each rank its shard of the sum. Sums are computed in
-float32 or wider; gathered tensors keep their dtype. One collective sums several tensors.
+A sequence over R ranks is 2R chunks, of which rank r holds number r and number 2R - 1 - r: its
+*shard*, [..., 2c, ...] with c tokens in a chunk. `gather` makes the whole sequence of all shards,
+`scatter_sum` adds whole tensors up and leaves each rank its shard of the sum. Sums are float32 at
+least; other traffic has the dtype of the tensors. Several tensors that are summed travel side by
+side, in one collective.
 """
 
 # Builds of torch without distributed support have no `dist.ProcessGroup` to annotate with.
@@ -18,9 +19,9 @@ from torch import Tensor
 
 
 def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenate shards [..., 2c, ...] along `dim` to the whole sequence [..., 2Rc, ...].
+    """The whole sequence [..., 2Rc, ...], in its order along `dim`, of shards [..., 2c, ...].
 
-    The gradient of a shard is summed over the ranks.
+    The gradient of a shard is the sum over the ranks of what each found for it.
     """
     whole: Tensor = _Gather.apply(shard, dim, group)  # type: ignore[no-untyped-call]
     return whole
@@ -29,20 +30,18 @@ def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
 def scatter_sum(
     wholes: Sequence[Tensor], dim: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, ...]:
-    """Sum tensors [..., 2Rc, ..., w] over the ranks; return this rank's shards [..., 2c, ..., w].
+    """This rank's shards [..., 2c, ..., w] of the sums over the ranks of [..., 2Rc, ..., w].
 
-    The tensors may differ in their dtype and in their last dimension, which is not `dim`.
+    The tensors differ in their last dimension alone, which is not `dim`, and in their dtypes.
     """
     shards: tuple[Tensor, ...] = _ScatterSum.apply(dim, group, *wholes)  # type: ignore[no-untyped-call]
     return shards
 
 
-def all_reduce_sum(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> tuple[Tensor, ...]:
-    """Sum tensors [..., w] over the ranks, without gradients.
+def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
+    """The sums of the ranks' tensors [..., w], on every rank, without gradient.
 
-    The tensors may differ in their dtype and in their last dimension.
+    The tensors differ in their last dimension alone, and in their dtypes.
     """
     total = wide(torch.cat(list(tensors), dim=-1))
     dist.all_reduce(total, group=group)
@@ -50,15 +49,15 @@ def all_reduce_sum(
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Indices of the two chunks of a rank, one from each half of the sequence.
+    """The two chunks of a rank: one of the head and one of the tail of the sequence.
 
-    Under a causal mask late chunks see more keys than early ones; all such pairs see equally many.
+    Under a causal mask late chunks see much and early ones little; every such pair sees the same.
     """
     return rank, 2 * ranks - 1 - rank
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32 or, if that is wider, in its own dtype."""
+    """The tensor in float32, or in its own dtype where that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -87,27 +86,27 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Gathering needs no arithmetic, so gradients travel as bytes and keep their dtypes.
+        # Nothing is added here: as bytes, each gradient keeps its own dtype.
         sent = [
             grad.to(dtype).contiguous().view(torch.uint8)
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         received = _all_gather(_side_by_side(sent), ctx.dim, ctx.group)
         pieces = torch.split(received, [each.shape[-1] for each in sent], dim=-1)
-        wholes = (
+        found = (
             piece.contiguous().view(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True)
         )
-        return None, None, *wholes
+        return None, None, *found
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the last dimension, in the widest dtype; a single tensor is not copied."""
+    """One tensor [..., all w] in the widest of the dtypes; of a single one no copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
 
 
 def _all_gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     ranks = dist.get_world_size(group)
-    # Chunks are the first dimension of the message, so that one copy on each side suffices.
+    # Chunks come first on the wire, so that one copy on either side puts them in place.
     sent = torch.stack(shard.chunk(2, dim))
     received = sent.new_empty((2 * ranks, *sent.shape[1:]))
     # torch 2.13 renames the collective and deprecates the old name.
@@ -132,5 +131,5 @@ def _reduce_scatter(whole: Tensor, dim: int, group: dist.ProcessGroup | None) ->
 
 
 def _order(ranks: int) -> list[int]:
-    """Indices of all chunks, rank by rank."""
+    """All chunks, rank by rank."""
     return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]

@@ -1,9 +1,6 @@
 """Keys and values in pages, and attention from the newest tokens to all of them.
 
-Sequences of different lengths share one pool of pages, so that memory is taken as they grow. With
-`bounds` each page also keeps the least and the largest value of every key channel. Rectified
-attention can use that exactly: a page whose best possible score stays below the threshold has no
-weight, and is not read.
+Sequences of different lengths share one pool of pages, and take more pages as they grow.
 """
 
 import math
@@ -29,8 +26,6 @@ class PagedCache:
     values     [pages + 1, Hkv, page_size, Dv]
     table      [batch, most pages of a sequence] int32, the pages of each sequence in order
     lengths    [batch] int32, tokens stored so far
-    key_min    [pages + 1, Hkv, D] least and largest value of each channel over a page's keys, in
-    key_max    the dtype of the keys; None without `bounds`
 
     Nothing here waits for the device: pages are given out by counts that the host keeps itself.
     """
@@ -45,7 +40,6 @@ class PagedCache:
         page_size: int = 64,
         value_width: int | None = None,
         max_length: int | None = None,
-        bounds: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -66,12 +60,6 @@ class PagedCache:
         pool = (pages + 1, kv_heads, page_size)
         self.keys = torch.empty(*pool, width, dtype=dtype, device=device)
         self.values = torch.empty(*pool, sizes["value_width"], dtype=dtype, device=device)
-        self.key_min = self.key_max = None
-        if bounds:
-            self.key_min, self.key_max = (
-                torch.empty(pages + 1, kv_heads, width, dtype=dtype, device=device)
-                for _ in range(2)
-            )
         columns = math.ceil(max_length / page_size)
         self.table = torch.full((batch, columns), pages, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -136,12 +124,9 @@ class PagedCache:
         if counts is not None:
             more = torch.tensor(new, dtype=torch.int32).to(keys.device, non_blocking=True)
         if fused:
-            from reluformer.ops.backends.triton.portable.append_to_pages import append
+            from reluformer.ops.backends.triton.run_append import PagePool, append
 
-            append(
-                keys, values, self.keys, self.values, self.key_min, self.key_max, self.table,
-                self.lengths, more,
-            )  # fmt: skip
+            append(keys, values, PagePool(self.keys, self.values, self.table, self.lengths), more)
         else:
             self._write(keys, values, more)
         self.lengths.copy_(self._after(steps, more))
@@ -207,28 +192,11 @@ class PagedCache:
         slot = position % self.page_size
         for pool, new in ((self.keys, keys), (self.values, values)):
             pool[page, :, slot] = new.transpose(1, 2).detach()
-        if self.key_min is not None:
-            self._bound(self._after(keys.shape[2], counts), keys.shape[2])
 
     def _after(self, steps: int, counts: Tensor | None) -> Tensor:
         """The lengths [B] once the tokens are in, never more than the table has room for."""
         room = self.table.shape[1] * self.page_size
         return (self.lengths + (steps if counts is None else counts)).clamp_(max=room)
-
-    def _bound(self, after: Tensor, steps: int) -> None:
-        """Bounds of the pages that tokens up to `after` [B] were put on, from their contents."""
-        assert self.key_min is not None and self.key_max is not None
-        size, device = self.page_size, self.keys.device
-        touched = torch.arange((steps + size - 2) // size + 1, device=device)
-        # Where a sequence takes fewer pages, its last one is computed again.
-        last = (after.long() - 1).clamp(min=0) // size
-        column = torch.minimum(self.lengths.long()[:, None] // size + touched, last[:, None])
-        page = self.table.gather(1, column).long()
-        position = column[..., None] * size + torch.arange(size, device=device)
-        stored = (position < after[:, None, None])[:, :, None, :, None]
-        keys = self.keys[page]
-        self.key_min[page] = keys.where(stored, math.inf).amin(3)
-        self.key_max[page] = keys.where(stored, -math.inf).amax(3)
 
 
 def decode_attention(
@@ -249,9 +217,8 @@ def decode_attention(
     The cache holds those tokens too: row i stands at key length - Tq + i of its sequence, and sees
     the keys up to there, or with `causal` off all keys. A sequence without keys gives zeros. The
     other options are those of `relu_attention`. `impl` is "triton", "reference" (eager, on copies
-    of all pages) or "auto", the former where it can run. The Triton kernel reads neither values
-    without weight nor, with bounds, pages without weight; it is meant for few rows and has no
-    gradients.
+    of all pages) or "auto", the former where it can run. The Triton kernel does not read values
+    without weight; it is meant for few rows and has no gradients.
     """
     _check_queries(q, cache)
     scale = q.shape[3] ** -0.5 if scale is None else scale

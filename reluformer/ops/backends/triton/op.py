@@ -1,6 +1,7 @@
 """Rectified attention on the Triton kernels: the entry points.
 
-They never wait for the device and take lengths as plain integers.
+They do not synchronise with the GPU: lengths are plain integers. Neither Triton nor a GPU is needed
+to import this module.
 """
 
 import importlib.util
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends.torch_state import autocast_dtype
+from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced, needs_grad
+from reluformer.ops.backends.triton import operators
 from reluformer.ops.backends.triton.layout import last_contiguous, packed_view
-from reluformer.ops.backends.triton.operators import attend as run_operator
-from reluformer.ops.backends.triton.operators import attend_pages
+from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.rule import POWERS, POWERS_IN_WORDS, Rectified
 
@@ -31,9 +33,9 @@ def why_not(call: Call, rule: Rectified) -> str | None:
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> str | None:
-    """None if the kernels can run this call (q [B, H, Tq, D] or [N, H, D]), else the reason.
+    """None if the kernels can run on these tensors, [B, H, T, D] or [N, H, D], else the reason.
 
-    Neither Triton nor a GPU is needed to ask, and a compiler can trace the question.
+    A compiler can trace this function.
     """
     missing = _missing(q.device.type)
     if missing is not None:
@@ -46,7 +48,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
     if power not in POWERS:
         return f"power must be {POWERS_IN_WORDS}, got {power}"
     if power > 2 and (autocast_dtype(q) or q.dtype) == torch.float16:
-        # Weights are packed before they are normalised, and it holds neither 16^4 nor 0.01^4.
+        # Weights are rounded before the row factor is applied; float16 holds neither 16^4 nor
+        # 0.01^4.
         return f"power {power} needs bfloat16 or float32, got float16"
     if not scale > 0:
         return f"scale must be positive, got {scale}"
@@ -54,7 +57,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
 
 
 def _missing(device: str) -> str | None:
-    """What this machine lacks."""
+    """Why this machine cannot run the kernels on tensors of a device, or None."""
     if not _has_triton():
         return "the package triton is not installed"
     if device != "cuda":
@@ -82,79 +85,107 @@ def _missing_on_gpu() -> str | None:
 def attend(call: Call, rule: Rectified) -> KernelResult:
     """Attention with weights max(s - threshold, 0)^power / (gamma (n / 2)^length_exponent).
 
-    Any strides with a contiguous last dimension; `gamma` and `threshold` of the rule are numbers or
-    contiguous [H]. Returns the output and, [B, H, Tq] float32 ([N, H] for packed calls), sum_j w
-    and sum_j w log w as far as the call requests them, both of the weights before dropout and row
-    normalisation. Everything is differentiable in q, k, v, gamma and threshold, and repeatable bit
-    by bit. With packed sequences, rows past the last sequence are zero.
+    The result is differentiable in q, k, v, gamma and threshold, and reproducible bit by bit.
+
+    Args:
+        call: A supported call; tensors may have any strides.
+        rule: Its gamma and threshold are numbers or contiguous tensors [H].
+
+    Returns:
+        The output and the row sums that the call requests, of the weights before dropout and row
+        normalisation. With packed sequences, rows past the last sequence are zero.
     """
-    q, k, v, packing, rules = call.q, call.k, call.v, call.packing, call.visibility
-    dtype = autocast_dtype(q)
-    if dtype is not None:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if packing is not None:
-        q, k, v = packed_view(q), packed_view(k), packed_view(v)
-    seed = None
-    if call.dropout_p > 0:
-        seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device)
-    gamma, threshold, statistics = rule.gamma, rule.threshold, call.statistics
-    out, row_sum, log_sum, _ = run_operator(
-        last_contiguous(q),
-        last_contiguous(k),
-        last_contiguous(v),
-        gamma if isinstance(gamma, Tensor) else None,
-        threshold if isinstance(threshold, Tensor) else None,
-        None if rules.key_lengths is None else rules.key_lengths.contiguous(),
-        rules.mask,
-        None if packing is None else packing.cu_q.contiguous(),
-        None if packing is None else packing.cu_k.contiguous(),
-        seed,
-        float(call.scale),
-        1.0 if isinstance(gamma, Tensor) else float(gamma),
-        0.0 if isinstance(threshold, Tensor) else float(threshold),
-        float(rule.length_exponent),
-        rule.power,
-        rules.causal,
-        rules.window or 0,
-        float(call.dropout_p),
-        q.shape[2] if packing is None else packing.max_q,
-        k.shape[2] if packing is None else packing.max_k,
-        call.entropy_every,
-        float(rule.row_normalise or 0.0),
-        statistics if rule.row_normalise is None else max(statistics, 1),
-    )
-    if packing is not None:
+    problem = _problem(call, rule)
+    q, k, v, optional, _ = problem
+    statistics = call.statistics
+    # Row normalisation divides by the row sums, so the kernel computes them.
+    computed = statistics if rule.row_normalise is None else max(statistics, 1)
+    if not is_untraced(q):
+        outputs = operators.attend_traced(problem, computed)
+    elif needs_grad(q, k, v, optional.gamma, optional.threshold):
+        outputs = operators.RectifiedAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, optional.gamma, optional.threshold, problem, computed
+        )
+    else:
+        outputs = operators.host().run_forward.forward(problem, computed)
+    out, row_sum, log_sum, _ = outputs
+    if call.packing is not None:
         out = out[0].transpose(0, 1)
     return KernelResult(
         out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
     )
 
 
-def paged_attention(
-    q: Tensor, pages: "PagedCache", rule: Rectified, *, scale: float, causal: bool
-) -> Tensor:
-    """Attention from q [B, H, Tq, D] to the pages of a cache, [B, H, Tq, Dv], without gradients.
+def _problem(call: Call, rule: Rectified) -> Problem:
+    """The call as the kernels receive it, in the dtype of autocast."""
+    q, k, v = call.q, call.k, call.v
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    packing, visibility = call.packing, call.visibility
+    cu_q = cu_k = seed = None
+    max_q, max_k = q.shape[-2], k.shape[-2]
+    if packing is not None:
+        q, k, v = packed_view(q), packed_view(k), packed_view(v)
+        cu_q, cu_k = packing.cu_q.contiguous(), packing.cu_k.contiguous()
+        max_q, max_k = packing.max_q, packing.max_k
+    if call.dropout_p > 0:
+        seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device)
+    lengths, mask = visibility.key_lengths, visibility.mask
+    optional = OptionalInputs(
+        rule.gamma if isinstance(rule.gamma, Tensor) else None,
+        rule.threshold if isinstance(rule.threshold, Tensor) else None,
+        None if lengths is None else lengths.contiguous(),
+        None if mask is None else mask.view(torch.uint8),
+        cu_q,
+        cu_k,
+        seed,
+    )
+    settings = _settings(rule, call.scale, max_q, max_k)._replace(
+        causal=visibility.causal,
+        window=visibility.window or 0,
+        dropout_p=float(call.dropout_p),
+        entropy_every=call.entropy_every,
+    )
+    tensors = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+    return Problem(*tensors, optional, settings)
 
-    Row i of a sequence of n keys stands at key n - Tq + i; the other arguments and the result are
-    those of `reluformer.ops.paged_cache.decode_attention`.
-    """
+
+def _settings(rule: Rectified, scale: float, max_q: int, max_k: int) -> Settings:
     gamma, threshold = rule.gamma, rule.threshold
-    out: Tensor = attend_pages(
-        last_contiguous(q),
-        pages.keys,
-        pages.values,
-        pages.table,
-        pages.lengths,
-        pages.key_min,
-        pages.key_max,
-        gamma if isinstance(gamma, Tensor) else None,
-        threshold if isinstance(threshold, Tensor) else None,
+    return Settings(
         float(scale),
+        max_q,
+        max_k,
         1.0 if isinstance(gamma, Tensor) else float(gamma),
         0.0 if isinstance(threshold, Tensor) else float(threshold),
         float(rule.length_exponent),
         rule.power,
-        causal,
-        float(rule.row_normalise or 0.0),
+        row_normalise=float(rule.row_normalise or 0.0),
     )
-    return out
+
+
+def paged_attention(
+    q: Tensor, pages: "PagedCache", rule: Rectified, *, scale: float, causal: bool
+) -> Tensor:
+    """Attention from q [B, H, Tq, D] to the pages of a cache, without gradients.
+
+    Args:
+        q: The newest tokens; query i of a sequence of n keys has the key position n - Tq + i.
+        pages: The cache, which contains these tokens.
+        rule: Its gamma and threshold are numbers or contiguous tensors [H].
+        scale: Factor of the scores.
+        causal: Whether a query sees only keys up to its own position.
+
+    Returns:
+        [B, H, Tq, Dv].
+    """
+    capacity = pages.table.shape[1] * pages.keys.shape[2]
+    settings = _settings(rule, scale, q.shape[2], capacity)._replace(causal=causal)
+    optional = NO_INPUTS._replace(
+        gamma=rule.gamma if isinstance(rule.gamma, Tensor) else None,
+        threshold=rule.threshold if isinstance(rule.threshold, Tensor) else None,
+        key_lengths=pages.lengths,
+    )
+    problem = Problem(last_contiguous(q), pages.keys, pages.values, optional, settings)
+    return operators.attend_pages(problem, pages.table)

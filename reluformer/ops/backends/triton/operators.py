@@ -1,200 +1,272 @@
-"""The kernels as differentiable PyTorch operators.
+"""The kernels as registered PyTorch operators, for compilers and dispatch modes.
 
-`reluformer::rectified_attention` is what a compiler sees: opaque (no graph break), with a fake and
-an autograd formula. Without a compiler or a dispatch mode around, `attend` leaves the dispatcher
-out and runs the same formula in a plain autograd function, which costs a tenth of the time on the
-host. Triton itself is imported at the first call.
+`reluformer::rectified_attention` is opaque to a compiler (no graph break) and has a fake
+implementation and an autograd formula. Without a compiler or dispatch mode, `RectifiedAttention`
+is the same formula as a plain autograd function, which takes a tenth of the host time. Triton
+itself is imported at the first call.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
-from reluformer.ops.backends.torch_state import is_untraced, needs_grad
+from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.backends.triton.layout import empty_heads, last_contiguous, row_values
+from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
+from reluformer.ops.backends.triton.problem import Problem, Settings
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? gamma, Tensor? threshold, Tensor? key_lengths, "
-    "Tensor? mask, Tensor? cu_q, Tensor? cu_k, Tensor? seed"
-)
-_NUMBERS = (
-    "float scale, float gamma_value, float threshold_value, float length_exponent, int power, "
-    "bool causal, int window, float dropout_p, SymInt max_q, SymInt max_k, "
+# The fields of a `Problem`, in the order of `flatten`.
+_PROBLEM = (
+    "Tensor q, Tensor k, Tensor v, "
+    # OptionalInputs
+    "Tensor? gamma, Tensor? threshold, Tensor? key_lengths, Tensor? mask, Tensor? cu_q, "
+    "Tensor? cu_k, Tensor? seed, "
+    # Settings
+    "float scale, SymInt max_q, SymInt max_k, float gamma_value, float threshold_value, "
+    "float length_exponent, int power, bool causal, int window, float dropout_p, "
     "int entropy_every, float row_normalise"
 )
-# Of the arguments of an operator, the fields of a `Problem`.
-_FIELDS = 22
+# The fields of `run_backward.Gradients`.
+_GRADIENTS = (
+    "Tensor grad_out, Tensor? out, Tensor? count, Tensor? grad_sum, Tensor? grad_log, "
+    "Tensor? row_sum"
+)
 
 _library = torch.library.Library("reluformer", "FRAGMENT")
 for _schema in (
-    f"rectified_attention({_TENSORS}, {_NUMBERS}, int statistics)"
+    f"rectified_attention({_PROBLEM}, int statistics)"
     " -> (Tensor out, Tensor row_sum, Tensor log_sum, Tensor count)",
-    "rectified_attention_backward(Tensor? out, Tensor? count, Tensor grad_out, Tensor? grad_sum,"
-    f" Tensor? grad_log, Tensor? row_sum, {_TENSORS}, {_NUMBERS}, bool need_shift)"
+    f"rectified_attention_backward({_PROBLEM}, {_GRADIENTS}, bool needs_shift)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor shift)",
-    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
-    " Tensor? key_min, Tensor? key_max, Tensor? gamma, Tensor? threshold, float scale,"
-    " float gamma_value, float threshold_value, float length_exponent, int power, bool causal,"
-    " float row_normalise) -> Tensor",
+    f"paged_attention({_PROBLEM}, Tensor table) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def attend(*arguments):
-    """The arguments of the operator; (out, row sums, sums of w log w, counts), None or empty for
-    what was not asked for. To divide by row sums, ask for them."""
-    if not is_untraced(arguments[0]):
-        return torch.ops.reluformer.rectified_attention.default(*arguments)
-    if needs_grad(*arguments[:5]):
-        return _Attention.apply(*arguments)
-    return _forward_host().forward(
-        _forward_host().Problem(*arguments[:_FIELDS]), arguments[_FIELDS]
-    )
+def flatten(problem: Problem) -> tuple[Any, ...]:
+    """The fields of a problem as arguments of an operator."""
+    return (*problem.tensors, *problem.settings)
 
 
-def attend_pages(*arguments):
-    """The arguments of the operator for pages; the output."""
-    if not is_untraced(arguments[0]):
-        return torch.ops.reluformer.paged_attention.default(*arguments)
-    return _run_pages(*arguments)
+def unflatten(arguments: Iterable[Any]) -> tuple[Problem, tuple[Any, ...]]:
+    """The problem in the arguments of an operator, and the other arguments."""
+    values = iter(arguments)
+    q, k, v = islice(values, 3)
+    optional = OptionalInputs(*islice(values, len(OptionalInputs._fields)))
+    settings = Settings(*islice(values, len(Settings._fields)))
+    return Problem(q, k, v, optional, settings), tuple(values)
 
 
-@cache
-def _forward_host() -> Any:
-    from reluformer.ops.backends.triton import run_forward
+class Host(NamedTuple):
+    """The modules that import Triton."""
 
-    return run_forward
+    run_forward: Any
+    run_backward: Any
+    run_decode: Any
 
 
 @cache
-def _backward_host() -> Any:
-    from reluformer.ops.backends.triton import run_backward
+def host() -> Host:
+    from reluformer.ops.backends.triton import run_backward, run_decode, run_forward
 
-    return run_backward
-
-
-def _save(ctx, inputs, output):
-    out, row_sum, log_sum, count = output
-    # Only the gradients of gamma and of divided rows need results of the forward pass.
-    need_gamma, divided = ctx.needs_input_grad[3], inputs[_FIELDS - 1] > 0
-    kept = (out, row_sum) if need_gamma or divided else (None, None)
-    if count is not None:
-        ctx.mark_non_differentiable(count)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:10], *kept, log_sum if need_gamma else None, count)
-    ctx.numbers = inputs[10:_FIELDS]
+    return Host(run_forward, run_backward, run_decode)
 
 
-def _backward(ctx, grad_out, grad_sum, grad_log, _):
-    *tensors, out, row_sum, log_sum, count = ctx.saved_tensors
-    q, _, v, gamma, threshold, _, mask = tensors[:7]
-    every, epsilon = ctx.numbers[-2:]
-    need_gamma, need_shift = ctx.needs_input_grad[3:5]
-    if grad_out is None:
-        grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
-    if grad_sum is not None or grad_log is not None:
-        some = grad_sum if grad_sum is not None else grad_log
-        grad_sum = torch.zeros_like(some) if grad_sum is None else grad_sum.contiguous()
-        grad_log = None if grad_log is None or not grad_log.numel() else grad_log.contiguous()
-        grad_sum = grad_sum if grad_sum.numel() else None
-    arguments = (
-        out, None if mask is None else count, last_contiguous(grad_out), grad_sum, grad_log,
-        row_sum if epsilon > 0 else None, *tensors, *ctx.numbers, need_shift,
-    )  # fmt: skip
-    if is_untraced(q):
-        dq, dk, dv, row_dot, shift = _run_backward(*arguments)
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Output, row sums, sums of w log w and visible counts; None or empty if not computed."""
+
+
+def attend_traced(problem: Problem, statistics: int) -> Outputs:
+    """`run_forward.forward` as the registered operator."""
+    operator = torch.ops.reluformer.rectified_attention.default
+    result: Outputs = operator(*flatten(problem), statistics)
+    return result
+
+
+def attend_pages(problem: Problem, table: Tensor) -> Tensor:
+    """`run_decode.decode_pages`, without gradients."""
+    result: Tensor
+    if is_untraced(problem.q):
+        result = host().run_decode.decode_pages(problem, table)
     else:
-        found = torch.ops.reluformer.rectified_attention_backward.default(*arguments)
-        dq, dk, dv, row_dot, shift = found
-    d_gamma = d_threshold = None
-    if need_gamma:
-        grads = RowGradients(grad_sum, grad_log)
-        d_gamma = gamma_gradient(gamma, row_dot, row_sum, log_sum, grads, epsilon, every)
-    if need_shift:
-        d_threshold = -shift.to(threshold.dtype)
-    return dq, dk, dv, d_gamma, d_threshold, *([None] * (_FIELDS - 4))
+        result = torch.ops.reluformer.paged_attention.default(*flatten(problem), table)
+    return result
 
 
-class _Attention(torch.autograd.Function):
-    """The operator with its formula, without the dispatcher."""
+class RectifiedAttention(torch.autograd.Function):
+    """The forward and backward pass without the dispatcher.
+
+    q, k, v, gamma and threshold are the tensors of the problem, for autograd.
+    """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        found = _forward_host().forward(_forward_host().Problem(*inputs[:_FIELDS]), inputs[_FIELDS])
-        _save(ctx, inputs, found)
-        return found
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gamma: Tensor | None,
+        threshold: Tensor | None,
+        problem: Problem,
+        statistics: int,
+    ) -> Outputs:
+        result: Outputs = host().run_forward.forward(problem, statistics)
+        _save(ctx, problem, result)
+        return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, *grads)
 
 
-def _run(*arguments):
-    found = _forward_host().forward(
-        _forward_host().Problem(*arguments[:_FIELDS]), arguments[_FIELDS]
+def _save(ctx: Any, problem: Problem, outputs: Outputs) -> None:
+    """Store what the backward pass needs: all inputs, and few results."""
+    out, row_sum, log_sum, count = outputs
+    # Results are only read for the gradients of gamma and of row normalisation.
+    needs_gamma = ctx.needs_input_grad[3]
+    keeps_results = needs_gamma or problem.is_row_normalised
+    if count is not None:
+        ctx.mark_non_differentiable(count)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        *problem.tensors,
+        out if keeps_results else None,
+        row_sum if keeps_results else None,
+        log_sum if needs_gamma else None,
+        count,
     )
-    return _filled(arguments[0], found)
+    ctx.settings = problem.settings
 
 
-def _run_backward(out, count, grad_out, grad_sum, grad_log, row_sum, *rest):
-    host = _backward_host()
-    grads = host.Gradients(out, count, grad_out, grad_sum, grad_log, row_sum)
-    return host.backward(host.Problem(*rest[:_FIELDS]), grads, rest[_FIELDS])
+def _backward(
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_sum: Tensor | None,
+    grad_log: Tensor | None,
+    _grad_count: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of all inputs, from the gradients of all outputs."""
+    *inputs, out, row_sum, log_sum, count = ctx.saved_tensors
+    problem, _ = unflatten((*inputs, *ctx.settings))
+    q, _, v, optional, settings = problem
+    needs_gamma, needs_shift = ctx.needs_input_grad[3:5]
+    if grad_out is None:
+        grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
+    grad_sum, grad_log = _row_gradients(grad_sum, grad_log)
+    gradients = (
+        last_contiguous(grad_out),
+        out,
+        None if optional.mask is None else count,
+        grad_sum,
+        grad_log,
+        row_sum if problem.is_row_normalised else None,
+    )
+    if is_untraced(q):
+        run_backward = host().run_backward
+        result = run_backward.backward(problem, run_backward.Gradients(*gradients), needs_shift)
+    else:
+        operator = torch.ops.reluformer.rectified_attention_backward.default
+        result = operator(*flatten(problem), *gradients, needs_shift)
+    dq, dk, dv, row_dot, shift = result
+    d_gamma = d_threshold = None
+    if needs_gamma:
+        assert optional.gamma is not None
+        d_gamma = gamma_gradient(
+            optional.gamma, row_dot, row_sum, log_sum, RowGradients(grad_sum, grad_log),
+            settings.row_normalise, settings.entropy_every,
+        )  # fmt: skip
+    if needs_shift:
+        assert optional.threshold is not None
+        d_threshold = -shift.to(optional.threshold.dtype)
+    others = [None] * (len(ctx.needs_input_grad) - 5)
+    return dq, dk, dv, d_gamma, d_threshold, *others
 
 
-def _run_pages(
-    q, keys, values, table, lengths, key_min, key_max, gamma, threshold, scale, gamma_value,
-    threshold_value, length_exponent, power, causal, row_normalise,
-):  # fmt: skip
-    host = _forward_host()
-    problem = host.Problem(
-        q, keys, values, gamma, threshold, lengths, None, None, None, None, scale, gamma_value,
-        threshold_value, length_exponent, power, causal, 0, 0.0, q.shape[2],
-        table.shape[1] * keys.shape[2], row_normalise=row_normalise,
-    )  # fmt: skip
-    return host.paged(problem, table, key_min, key_max)
+def _row_gradients(
+    grad_sum: Tensor | None, grad_log: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of row statistics, contiguous; None for absent ones, which may arrive empty.
+
+    The kernels take the gradient of sums of w log w only together with that of row sums.
+    """
+    if grad_sum is not None and not grad_sum.numel():
+        grad_sum = None
+    if grad_log is not None and not grad_log.numel():
+        grad_log = None
+    if grad_sum is None and grad_log is not None:
+        grad_sum = torch.zeros_like(grad_log)
+    return (
+        None if grad_sum is None else grad_sum.contiguous(),
+        None if grad_log is None else grad_log.contiguous(),
+    )
 
 
-def _filled(q, found):
-    """Operators return tensors: an empty one for what is not there."""
-    return tuple(q.new_empty(0, dtype=torch.float32) if each is None else each for each in found)
+# Implementations of the registered operators.
 
 
-def _fake(q, k, v, gamma, threshold, key_lengths, mask, cu_q, cu_k, seed, *rest):
-    statistics = rest[-1]
-    wanted = (statistics >= 1, statistics >= 2, mask is not None)
-    packed = cu_q is not None
-    rows = (row_values(q, packed=packed) if each else None for each in wanted)
-    return empty_heads(q, v.shape[-1]), *_filled(q, rows)
+def _filled(q: Tensor, values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The values with empty tensors for None: operators return tensors only."""
+    return tuple(q.new_empty(0, dtype=torch.float32) if t is None else t for t in values)
 
 
-def _fake_pages(q, keys, values, *rest):
-    return empty_heads(q, values.shape[-1])
+def _run(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, (statistics,) = unflatten(arguments)
+    return _filled(problem.q, host().run_forward.forward(problem, statistics))
 
 
-def _fake_backward(out, count, grad_out, grad_sum, grad_log, row_sum, q, k, v, *rest):
-    packed = rest[4] is not None
-    row_dot = None if out is None else row_values(q, packed=packed)
-    shift = q.new_empty(q.shape[1], dtype=torch.float32) if rest[-1] else None
-    made = (empty_heads(each, each.shape[-1]) for each in (q, k, v))
-    return *made, *_filled(q, (row_dot, shift))
+def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, (*gradients, needs_shift) = unflatten(arguments)
+    run_backward = host().run_backward
+    grads = run_backward.Gradients(*gradients)
+    return _filled(problem.q, run_backward.backward(problem, grads, needs_shift))
 
 
-_library.impl("rectified_attention", _run, "CompositeExplicitAutograd")
-_library.impl("paged_attention", _run_pages, "CompositeExplicitAutograd")
-_library.impl(
-    "rectified_attention_backward",
-    lambda *arguments: _filled(arguments[2], _run_backward(*arguments)),
-    "CompositeExplicitAutograd",
-)
-torch.library.register_fake("reluformer::rectified_attention", _fake, lib=_library)
-torch.library.register_fake(
-    "reluformer::rectified_attention_backward", _fake_backward, lib=_library
-)
-torch.library.register_fake("reluformer::paged_attention", _fake_pages, lib=_library)
+def _run_pages(*arguments: Any) -> Tensor:
+    problem, (table,) = unflatten(arguments)
+    result: Tensor = host().run_decode.decode_pages(problem, table)
+    return result
+
+
+def _fake(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, (statistics,) = unflatten(arguments)
+    q, packed = problem.q, problem.is_packed
+    computed = (statistics >= 1, statistics >= 2, problem.optional.mask is not None)
+    rows = [row_values(q, packed=packed) if each else None for each in computed]
+    return empty_heads(q, problem.v.shape[-1]), *_filled(q, rows)
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    problem, (_, out, *_, needs_shift) = unflatten(arguments)
+    q, k, v = problem.q, problem.k, problem.v
+    row_dot = None if out is None else row_values(q, packed=problem.is_packed)
+    shift = q.new_empty(q.shape[1], dtype=torch.float32) if needs_shift else None
+    grads = [empty_heads(tensor, tensor.shape[-1]) for tensor in (q, k, v)]
+    return *grads, *_filled(q, (row_dot, shift))
+
+
+def _fake_pages(*arguments: Any) -> Tensor:
+    problem, _ = unflatten(arguments)
+    return empty_heads(problem.q, problem.v.shape[-1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    problem, _ = unflatten(inputs)
+    _save(ctx, problem, output)
+
+
+for _name, _function, _fake_function in (
+    ("rectified_attention", _run, _fake),
+    ("rectified_attention_backward", _run_backward, _fake_backward),
+    ("paged_attention", _run_pages, _fake_pages),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"reluformer::{_name}", _fake_function, lib=_library)
 torch.library.register_autograd(
-    "reluformer::rectified_attention", _backward, setup_context=_save, lib=_library
+    "reluformer::rectified_attention", _backward, setup_context=_setup_context, lib=_library
 )

@@ -1,234 +1,196 @@
-"""Host side of decoding: how a call is split over the keys, and what it launches.
+"""Host side of decoding: how a call is split over the keys, and its launches.
 
 Lengths only choose the grid: while a cache grows, nothing is compiled or prepared again.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.backends.triton import launch, tuning
-from reluformer.ops.backends.triton.launch import LAUNCHES, Prepared, processors, remember
-from reluformer.ops.backends.triton.layout import empty_heads, row_values
-from reluformer.ops.backends.triton.plan import Problem, pad
+from reluformer.ops.backends.triton import plan, tuning
+from reluformer.ops.backends.triton.launch import (
+    SIZED_LAUNCHES,
+    Key,
+    SizedLaunch,
+    on_other_device,
+    processors,
+    signature,
+)
+from reluformer.ops.backends.triton.layout import empty_heads, row_values, zeroed
+from reluformer.ops.backends.triton.portable.arguments import Strides
 from reluformer.ops.backends.triton.portable.decode import combine_kernel, decode_kernel
+from reluformer.ops.backends.triton.problem import Problem, head_strides, pad
 
-# More queries than this fill the tiles of the forward kernel.
-MOST_QUERIES = 16
-# Training on sentences of few words has few queries and keys too, but heads in plenty: there the
-# forward kernel is at home.
+MAX_QUERIES = 16
+"""More queries than this fill the tiles of the forward kernel."""
+# Short training sentences have few queries and keys too, but many heads: the forward kernel is
+# faster there.
 _ENOUGH_PROGRAMS, _MANY_KEYS = 1024, 4
-# Rows of the largest tile, by bytes per element, for want of registers; further rows go to further
+# Most rows of a tile by bytes per element, limited by registers. Further rows go to further
 # programs, which read the keys again.
-_MOST_ROWS = {2: 64, 4: 32}
-# Parts that one step of the final sum adds.
+_MAX_ROWS = {2: 64, 4: 32}
+# Partial results that one step of `combine_kernel` adds.
 _PARTS = 16
 
 
-class Pages(NamedTuple):
-    """Where the keys are when `Problem.k` and `v` are pools [pages, Hkv, page size, D].
-
-    table [B, most pages] int32; key_min and key_max [pages, Hkv, D], or None to read every page.
-    """
-
-    table: Tensor
-    key_min: Tensor | None
-    key_max: Tensor | None
-
-
 class Split(NamedTuple):
-    """Rows and keys of a program's tile, keys of a unit, and the grid."""
+    """Tile and grid of the decoding kernel."""
 
     rows: int
-    keys: int
+    """Query rows of a tile."""
     unit: int
+    """Keys of a unit: a tile or a page."""
     row_tiles: int
     splits: int
+    """Number of programs that share the keys of a row tile."""
 
     def programs(self, problem: Problem) -> int:
+        """Size of the grid."""
         return self.row_tiles * self.splits * problem.q.shape[0] * problem.k.shape[1]
 
 
-def suits(problem: Problem) -> bool:
-    """Whether a dense call has few queries that leave the forward kernel too little to do."""
+def should_use(problem: Problem) -> bool:
+    """Whether a dense call has too few queries to occupy the GPU with the forward kernel."""
     batch, heads, queries, _ = problem.q.shape
-    idle = batch * heads < _ENOUGH_PROGRAMS or problem.max_k >= _MANY_KEYS * queries
-    return queries <= MOST_QUERIES and idle and not problem.packed and problem.dropout_p == 0
+    settings = problem.settings
+    is_idle = batch * heads < _ENOUGH_PROGRAMS or settings.max_k >= _MANY_KEYS * queries
+    is_dense = not problem.is_packed and settings.dropout_p == 0
+    return queries <= MAX_QUERIES and is_idle and is_dense
+
+
+def decode_pages(problem: Problem, table: Tensor) -> Tensor:
+    """Output of a call whose keys and values are pools of pages, see `decode`."""
+    if on_other_device(problem.q):
+        with torch.cuda.device(problem.q.device):
+            return decode_pages(problem, table)
+    return decode(problem, table)[0]
 
 
 def decode(
-    problem: Problem, pages: Pages | None = None, *, row_sums: bool = False
+    problem: Problem, table: Tensor | None = None, *, row_sums: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output [B, H, Tq, DV]; on request, or where it is divided by them, row sums, and with a mask
-    how many keys each row sees, both [B, H, Tq] or None.
+    """Run the decoding kernels.
 
-    With `pages` row i of a sequence of n keys stands at key n - Tq + i, `key_lengths` says n and
-    `max_k` how many keys the table has room for.
+    Args:
+        problem: The call. With a `table`, k and v are pools [pages, Hkv, page size, D],
+            `key_lengths` holds the length n of each sequence, `max_k` the capacity of the table,
+            and query i of a sequence has the key position n - Tq + i.
+        table: [B, pages per sequence], int32: the pages of each sequence.
+        row_sums: Whether to compute row sums; row normalisation always computes them.
+
+    Returns:
+        Output [B, H, Tq, Dv], row sums, and, with a mask, the number of visible keys of each row,
+        both [B, H, Tq] or None.
     """
-    q, v = problem.q, problem.v
-    row_sums = row_sums or problem.divided
+    q, _, v, optional, settings = problem
+    row_sums = row_sums or problem.is_row_normalised
     out = empty_heads(q, v.shape[-1])
-    count = row_values(q, packed=False) if problem.mask is not None else None
+    count = row_values(q, packed=False) if optional.mask is not None else None
     row_sum = row_values(q, packed=False) if row_sums else None
-    if out.numel() == 0 or problem.max_k == 0 or problem.k.numel() == 0:
-        for each in (out, row_sum, count):
-            if each is not None:
-                each.zero_()
-        return out, row_sum, count
-    tile = _tile(problem, pages is not None)
-    split = _split(problem, tile, pages)
-    live = None
-    room = triton.cdiv(triton.cdiv(problem.max_k, split.unit), split.splits)
-    # Without a split they are empty, but there: the kernel is the same.
+    if out.numel() == 0 or settings.max_k == 0 or problem.k.numel() == 0:
+        return out.zero_(), zeroed(row_sum), zeroed(count)
+    tile = _tile(problem, is_paged=table is not None)
+    split = _split(problem, tile, is_paged=table is not None)
+    # Without a split the partial results are empty, not None: the kernel is the same.
     parts = (split.splits if split.splits > 1 else 0, *q.shape[:3])
     partial = q.new_empty((*parts, v.shape[-1]), dtype=torch.float32)
-    partial_sum, partial_count = (
-        None if each is None else q.new_empty(parts, dtype=torch.float32)
-        for each in (row_sum, count)
+    partial_sum = None if row_sum is None else q.new_empty(parts, dtype=torch.float32)
+    partial_count = None if count is None else q.new_empty(parts, dtype=torch.float32)
+    numbers = plan.numbers(problem)
+    lengths = (settings.max_q, settings.max_k, settings.window, split.splits)
+    *mask_strides, mask_key = problem.mask_strides()
+    strides = Strides(
+        q=head_strides(q),
+        k=head_strides(problem.k),
+        v=head_strides(v),
+        out=head_strides(out),
+        mask_key=mask_key,
     )
-    if pages is not None and pages.key_min is not None:
-        live = q.new_empty((split.programs(problem), room), dtype=torch.int32)
-    first, second = _prepared(problem, pages, tile, split, row_sums)
-    first(
+    decode_launch, combine_launch = _launches(problem, table, tile, split, row_sums)
+    decode_launch(
         split.programs(problem),
         [
             q, problem.k, v, out, partial, partial_sum, partial_count, row_sum, count,
-            *problem.optional[:4], *(pages or (None, None, None)), live,
-            *_numbers(problem, pages, out, split.splits, room),
+            *optional[:4], table, strides, *mask_strides,
+            0 if table is None else table.stride(0),
+            q.shape[0], problem.k.shape[1], problem.group, *lengths, numbers,
         ],
     )  # fmt: skip
     if split.splits > 1:
-        second(
+        combine_launch(
             q.shape[0] * q.shape[1] * q.shape[2],
             [
-                partial, partial_sum, partial_count, out, row_sum, count, problem.gamma,
-                problem.key_lengths, *out.stride()[:3], q.shape[0], q.shape[1], problem.max_q,
-                problem.max_k, problem.window, split.splits, problem.unit, problem.length_exponent,
-                problem.epsilon,
+                partial, partial_sum, partial_count, out, row_sum, count, optional.gamma,
+                optional.key_lengths, strides.out, q.shape[0], q.shape[1], *lengths, numbers,
             ],
         )  # fmt: skip
     return out, row_sum, count
 
 
-def _tile(problem: Problem, paged: bool) -> tuning.Tile:
+def _tile(problem: Problem, *, is_paged: bool) -> tuning.Tile:
     q = problem.q
-    return tuning.pick("decode", problem.width, paged, problem.group * q.shape[2], q.element_size())
+    rows = problem.group * q.shape[2]
+    return tuning.pick("decode", problem.width, is_paged, rows, q.element_size())
 
 
-def _split(problem: Problem, tile: tuning.Tile, pages: Pages | None) -> Split:
-    """Enough programs to fill the device, each with two units or more to walk over."""
+def _split(problem: Problem, tile: tuning.Tile, *, is_paged: bool) -> Split:
+    """A grid that occupies the device, with at least two units of keys per program."""
     q, k = problem.q, problem.k
     rows = problem.group * q.shape[2]
-    row_tile = min(max(pad(rows), tile.queries), _MOST_ROWS[q.element_size()])
+    row_tile = min(max(pad(rows), tile.queries), _MAX_ROWS[q.element_size()])
     row_tiles = triton.cdiv(rows, row_tile)
-    keys = unit = tile.keys
-    if pages is not None:
-        size = k.shape[2]
-        # A tile of several pages could not leave one of them out.
-        keys = min(keys, size) if pages.key_min is not None else keys
-        unit = max(keys, size)
+    unit = max(tile.keys, k.shape[2]) if is_paged else tile.keys
     wanted = tile.programs * processors(q.device) // (row_tiles * q.shape[0] * k.shape[1])
-    most = triton.cdiv(problem.max_k, unit) // 2
-    return Split(row_tile, keys, unit, row_tiles, max(1, min(wanted, most)))
+    most = triton.cdiv(problem.settings.max_k, unit) // 2
+    return Split(row_tile, unit, row_tiles, max(1, min(wanted, most)))
 
 
-def _numbers(
-    problem: Problem, pages: Pages | None, out: Tensor, splits: int, room: int
-) -> tuple[float | None, ...]:
-    """Scalar arguments of the decoding kernel, in its order."""
-    steps = [each.stride()[:3] for each in (problem.q, problem.k, problem.v, out)]
-    table_step, bound_steps = 0, (0, 0)
-    if pages is not None:
-        table_step = pages.table.stride(0)
-        if pages.key_min is not None:
-            bound_steps = pages.key_min.stride()[:2]
-    return (
-        *(step for each in steps for step in each),
-        *problem.mask_steps(),
-        table_step,
-        *bound_steps,
-        problem.q.shape[0],
-        problem.k.shape[1],
-        problem.group,
-        problem.max_q,
-        problem.max_k,
-        problem.window,
-        splits,
-        room,
-        problem.scale,
-        problem.unit,
-        problem.threshold_value,
-        problem.length_exponent,
-        problem.epsilon,
-        slack(problem.q),
-    )
-
-
-def slack(q: Tensor) -> float:
-    """Rounding of a score and of its bound together, relative to the sum of their absolute terms.
-
-    A sum of D products in float32 is off by at most D units in the last place, also where the
-    hardware truncates instead of rounding; products in tf32 keep ten bits.
-    """
-    rough = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return q.shape[-1] * 2.0**-21 + (2.0**-8 if rough else 0.0)
-
-
-def _prepared(
-    problem: Problem, pages: Pages | None, tile: tuning.Tile, split: Split, row_sums: bool
-) -> tuple[Prepared, Prepared]:
-    """Both launches, from memory unless this call differs in more than its lengths."""
-    key = _key(problem, pages, tile, split, row_sums)
-    found = tuple(LAUNCHES.get(key and (name, *key)) for name in ("decode", "combine"))
-    if None not in found:
-        return found
-    shared = problem.switches(tile)
-    has = ("CAUSAL", "WINDOW", "HAS_LENGTHS", "HAS_MASK", "HAS_GAMMA", "DIVIDE")
-    named = (
-        "D", "DV", "D_PAD", "DV_PAD", "POWER", *has, "HAS_THRESHOLD", "THRESHOLD_TENSOR",
-        "PRESCALE", "PTX", "PRECISION", "num_warps", "num_stages",
-    )  # fmt: skip
-    first = Prepared(
-        decode_kernel,
-        {
-            **{name: shared[name] for name in named},
-            "ROWS": split.rows,
-            "KEYS": split.keys,
-            "PAGE": problem.k.shape[2] if pages is not None else 0,
-            "ROW_SUMS": row_sums,
-            "SKIP_VALUES": tile.skip,
-            "SKIP_PAGES": pages is not None and pages.key_min is not None,
-        },
-    )
-    second = Prepared(
-        combine_kernel,
-        {
-            **{name: shared[name] for name in ("DV", "DV_PAD", *has)},
-            "AT_ONCE": _PARTS,
-            "PAGED": pages is not None,
-            "ROW_SUMS": row_sums,
-            "num_warps": 4,
-        },
-    )
-    if key:
-        remember(("decode", *key), first)
-        remember(("combine", *key), second)
-    return first, second
+def _launches(
+    problem: Problem, table: Tensor | None, tile: tuning.Tile, split: Split, row_sums: bool
+) -> tuple[SizedLaunch, SizedLaunch]:
+    """The launches of both kernels, remembered for calls that differ only in their lengths."""
+    key = _key(problem, table, tile, split, row_sums)
+    decode_key, combine_key = (key and (name, *key) for name in ("decode", "combine"))
+    decode_launch, combine_launch = SIZED_LAUNCHES.get(decode_key), SIZED_LAUNCHES.get(combine_key)
+    if decode_launch is None or combine_launch is None:
+        page = 0 if table is None else problem.k.shape[2]
+        config = plan.tile_config(problem, tile)._replace(
+            BLOCK_M=split.rows,
+            GROUP=1,
+            ONE_LOOP=False,
+            STATISTICS=int(row_sums),
+            PAGE=page,
+            SKIP_VALUES=tile.skip,
+        )
+        decode_launch = SizedLaunch(
+            decode_kernel,
+            {"CONFIG": config, "num_warps": tile.warps, "num_stages": tile.stages},
+        )
+        combine_config = plan.row_config(problem)._replace(
+            DV=config.DV, DV_PAD=config.DV_PAD, STATISTICS=int(row_sums), PAGE=page
+        )
+        combine_launch = SizedLaunch(
+            combine_kernel, {"AT_ONCE": _PARTS, "CONFIG": combine_config, "num_warps": 4}
+        )
+        SIZED_LAUNCHES.put(decode_key, decode_launch)
+        SIZED_LAUNCHES.put(combine_key, combine_launch)
+    return decode_launch, combine_launch
 
 
 def _key(
-    problem: Problem, pages: Pages | None, tile: tuning.Tile, split: Split, row_sums: bool
-) -> tuple[Any, ...]:
-    """All that the two launches depend on but lengths; empty if an address is not aligned."""
-    k, v, mask = problem.k, problem.v, problem.mask
-    if any(each is not None and each.data_ptr() % 16 for each in (k, v, mask)):
+    problem: Problem, table: Tensor | None, tile: tuning.Tile, split: Split, row_sums: bool
+) -> Key:
+    """Everything that the launches depend on but lengths; empty if an address is not aligned."""
+    k, v, mask = problem.k, problem.v, problem.optional.mask
+    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in (k, v, mask)):
         return ()
     numbers = (
-        tile, split[:2], row_sums, problem.divided, *problem[10:18], k.shape[1], k.stride(),
-        v.stride(), v.shape[-1], k.shape[2] if pages is not None else 0,
-        # The other steps of a mask change with the lengths.
-        None if mask is None else problem.mask_steps()[3],
+        tile, split.rows, row_sums, problem.settings._replace(max_q=0, max_k=0), k.shape[1],
+        k.stride(), v.stride(), v.shape[-1], k.get_device(), v.get_device(),
+        None if table is None else k.shape[2],
+        # The other strides of a mask change with the lengths.
+        None if mask is None else problem.mask_strides()[3],
     )  # fmt: skip
-    return launch.signature(numbers, (problem.q, *problem[3:6], *(pages or ())))
+    return signature(numbers, (problem.q, *problem.optional[:3], table))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kernel = Literal["forward", "keys", "queries", "decode"]
+Kernel = Literal["forward", "dkv", "dq", "decode"]
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,24 @@ _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
         (128, Tile(64, 32, 4, 2, one_loop=True)),
         (256, Tile(64, 32, 4, 2)),
     ],
-    ("keys", 64): [
+    ("dkv", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
         (64, Tile(32, 64, 4, 2, one_loop=True)),
         (128, Tile(64, 64, 4, 3, one_loop=True)),
         (256, Tile(64, 64, 4, 3)),
     ],
-    ("keys", 128): [
+    ("dkv", 128): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
         (128, Tile(64, 64, 4, 2, one_loop=True)),
         (256, Tile(64, 64, 4, 2)),
     ],
-    ("queries", 64): [
+    ("dq", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
         (64, Tile(64, 64, 4, 2, one_loop=True)),
         (128, Tile(64, 32, 4, 3, one_loop=True)),
         (512, Tile(64, 32, 4, 3)),
     ],
-    ("queries", 128): [
+    ("dq", 128): [
         (32, Tile(32, 32, 2, 1, one_loop=True)),
         (128, Tile(64, 64, 4, 2, one_loop=True)),
         (256, Tile(64, 64, 4, 2)),
@@ -79,22 +79,22 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 128, False): [(_LONG, Tile(256, 64, 8, 3))],
     ("forward", 128, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 128, 8, 3))],
     ("forward", 256, False): [(_LONG, Tile(128, 64, 8, 2))],
-    ("keys", 64, False): [(_LONG, Tile(64, 64, 4, 3))],
-    ("keys", 64, True): [
+    ("dkv", 64, False): [(_LONG, Tile(64, 64, 4, 3))],
+    ("dkv", 64, True): [
         (512, Tile(32, 64, 4, 3, prescale=True)),
         (2048, Tile(128, 64, 4, 3, prescale=True)),
         (_LONG, Tile(64, 64, 4, 3, prescale=True)),
     ],
-    ("keys", 128, False): [(_LONG, Tile(64, 128, 8, 3))],
-    ("keys", 128, True): [
+    ("dkv", 128, False): [(_LONG, Tile(64, 128, 8, 3))],
+    ("dkv", 128, True): [
         (2048, Tile(64, 64, 4, 2, prescale=True)),
         (_LONG, Tile(64, 128, 8, 3, prescale=True)),
     ],
-    ("keys", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
-    ("queries", 64, False): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
-    ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
-    ("queries", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
-    ("queries", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
+    ("dkv", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
+    ("dq", 64, False): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
+    ("dq", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
+    ("dq", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
+    ("dq", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
     # By rows that share a key head, not by length; True where keys lie in pages. Leaving values
     # unread costs little at width 128; at 64 up to a quarter where all of them have weight.
     ("decode", 64, False): [
@@ -113,12 +113,12 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 64, False): [(_LONG, Tile(64, 64, 4, 2))],
     ("forward", 128, False): [(_LONG, Tile(64, 32, 4, 2))],
     ("forward", 256, False): [(_LONG, Tile(64, 32, 8, 1))],
-    ("keys", 64, False): [(_LONG, Tile(32, 64, 4, 2))],
-    ("keys", 128, False): [(_LONG, Tile(32, 64, 8, 1))],
-    ("keys", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
-    ("queries", 64, False): [(_LONG, Tile(64, 32, 4, 2))],
-    ("queries", 128, False): [(_LONG, Tile(64, 32, 8, 1))],
-    ("queries", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
+    ("dkv", 64, False): [(_LONG, Tile(32, 64, 4, 2))],
+    ("dkv", 128, False): [(_LONG, Tile(32, 64, 8, 1))],
+    ("dkv", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
+    ("dq", 64, False): [(_LONG, Tile(64, 32, 4, 2))],
+    ("dq", 128, False): [(_LONG, Tile(64, 32, 8, 1))],
+    ("dq", 256, False): [(_LONG, Tile(32, 32, 4, 1))],
     ("decode", 64, False): [(_LONG, Tile(16, 64, 4, 2))],
     ("decode", 128, False): [(_LONG, Tile(16, 32, 4, 2))],
     ("decode", 256, False): [(_LONG, Tile(16, 32, 8, 2, programs=2))],
@@ -127,10 +127,10 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 
 # The same for kernels that write or read signs of weights (`benchmarks/backward.py`).
 _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
-    ("keys", 64, True): [(2048, Tile(64, 64, 4, 3, prescale=True))],
-    ("queries", 64, False): [(2048, Tile(128, 64, 8, 3)), (_LONG, Tile(64, 64, 4, 3))],
-    ("queries", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
-    ("queries", 128, True): [(2048, Tile(64, 64, 4, 3))],
+    ("dkv", 64, True): [(2048, Tile(64, 64, 4, 3, prescale=True))],
+    ("dq", 64, False): [(2048, Tile(128, 64, 8, 3)), (_LONG, Tile(64, 64, 4, 3))],
+    ("dq", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(128, 64, 8, 3))],
+    ("dq", 128, True): [(2048, Tile(64, 64, 4, 3))],
 }
 
 

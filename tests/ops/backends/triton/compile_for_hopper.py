@@ -14,14 +14,17 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from torch import Tensor
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from reluformer.ops.backends.triton import launch, run_backward, run_decode, run_forward, tuning
+from reluformer.ops.backends.triton import plan, run_backward, run_decode, run_forward, tuning
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from tests.ops.backends.triton.assembly import unguarded, unmade
+from tests.ops.backends.triton.fake_driver import FakeDriver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PATTERNS = {
@@ -33,33 +36,32 @@ PATTERNS = {
     "asynchronous loads": "LDGSTS",
     "tensor memory loads": "UTMALDG",
 }
-# Width and whether causal: where nothing speaks for more, two of the four.
+PORTABLE = ("forward_kernel", "dkv_kernel", "dq_kernel", "decode_kernel")
+# Width and whether causal; two of the four combinations, where they suffice.
 SHAPES = ((64, True), (128, False))
 
 
-class Hopper:
-    """As much of a driver as compilation asks for."""
+class Compiler:
+    """Collects the code of every kernel that is launched, under the current label."""
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+    def __init__(self) -> None:
+        self.label = ""
+        self.results: dict[str, dict[str, int]] = {}
 
-    def get_current_device(self) -> int:
-        return 0
+    def install(self) -> None:
+        """Compile instead of launching, with inline PTX although tensors are on the CPU."""
+        original = JITFunction.run
 
-    def get_current_stream(self, device: int) -> int:
-        return 0
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            self.add(kernel, original(kernel, *args, grid=grid, warmup=True, **options))
 
+        JITFunction.run = compile_only
+        plan.has_ptx = lambda problem: True
+        driver.set_active(FakeDriver())
 
-def main() -> None:
-    found: dict[str, dict[str, int]] = {}
-    label = ""
-
-    def compile_only(kernel: Any, programs: int, args: list[Any], **options: Any) -> None:
-        if "PTX" in options:
-            options["PTX"] = True
-        compiled = kernel.warmup(*args, grid=(programs,), **options)
-        specialised = kernel.__name__.startswith("specialised")
-        if "PTX" not in options and not specialised:
+    def add(self, kernel: Any, compiled: Any) -> None:
+        is_hopper = kernel.is_gluon()
+        if kernel.__name__ not in PORTABLE and not is_hopper:
             return
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
@@ -67,137 +69,139 @@ def main() -> None:
             command = [str(TOOLS / "nvdisasm"), "-c", file.name]
             code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         counts = {name: len(re.findall(pattern, code)) for name, pattern in PATTERNS.items()}
-        found[f"{kernel.__name__} {label}"] = {**counts, "shared": compiled.metadata.shared}
-        if specialised:
-            found[f"{kernel.__name__} {label}"] |= {
-                "unguarded": unguarded(compiled.asm["ptx"]),
-                "unmade": unmade(code),
-            }
+        counts["shared"] = compiled.metadata.shared
+        if is_hopper:
+            counts |= {"unguarded": unguarded(compiled.asm["ptx"]), "unmade": unmade(code)}
+        self.results[f"{kernel.__name__} {self.label}"] = counts
 
-    driver.set_active(Hopper())
-    launch.run = compile_only
+
+COMPILER = Compiler()
+
+
+def problem(width: int, optional: dict[str, Tensor] | None = None, **settings: Any) -> Problem:
+    """A bfloat16 call on 4,096 tokens and two heads."""
+    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
+    inputs = NO_INPUTS._replace(**(optional or {}))
+    return Problem(q, q, q, inputs, Settings(width**-0.5, 4096, 4096, **settings))
+
+
+def gradients(call: Problem) -> run_backward.Gradients:
+    """Gradients of the output; with row normalisation, also what its backward needs."""
+    grads = run_backward.Gradients(torch.empty_like(call.q))
+    if call.is_row_normalised:
+        rows = torch.empty(call.q.shape[:3])
+        grads = grads._replace(out=torch.empty_like(call.q), row_sum=rows)
+    return grads
+
+
+def main() -> None:
+    COMPILER.install()
     for width, causal in SHAPES:
-        label = f"width {width}, causal {causal}"
-        q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
-        problem = run_forward.Problem(
-            q, q, q, None, None, None, None, None, None, None,
-            width**-0.5, 1.0, 0.0, 0.5, 1, causal, 0, 0.0, 4096, 4096,
-        )  # fmt: skip
-        grads = run_backward.Gradients(None, None, torch.empty_like(q), None, None)
-        with tuning.override(tma=True):
-            run_forward.forward(problem, 0)
-            run_backward.backward(problem, grads, False)
-            label += ", without signs"
-            with tuning.override(tma=True, sign_bytes=0):
-                run_backward.backward(problem, grads, False)
-            label = label.replace("without signs", "with row sums")
-            run_forward.forward(problem, 1)
-            label = label.replace("with row sums", "sampled entropies")
-            rows = torch.empty(q.shape[:3])
-            run_forward.forward(problem._replace(entropy_every=8), 2)
-            grads = grads._replace(grad_sum=rows, grad_log=rows)
-            run_backward.backward(problem._replace(entropy_every=8), grads, False)
+        portable(width, causal)
     for width, rows in ((64, 1), (128, 16)):
         for page in (0, 64):
-            label = f"width {width}, rows {4 * rows}, page {page}"
+            name = f"width {width}, rows {4 * rows}, page {page}"
+            COMPILER.label = name
             decode(width, rows, page)
-            label += ", with row sums"
+            COMPILER.label = f"{name}, with row sums"
             decode(width, rows, page, row_sums=True)
-            label = label.replace("with row sums", "divided")
+            COMPILER.label = f"{name}, divided"
             decode(width, rows, page, row_normalise=1e-4)
     for (width, causal), row_normalise in itertools.product(SHAPES, (0.0, 1e-4)):
-        label = f"width {width}, causal {causal}, power 4" + ", divided" * (row_normalise > 0)
+        divided = ", divided" * (row_normalise > 0)
+        COMPILER.label = f"width {width}, causal {causal}, power 4{divided}"
         fourth_power(width, causal, row_normalise)
-        label = f"width {width}, causal True, " + ("as in models" if row_normalise else "plain")
-        specialised_forward(width, row_normalise)
-    label = "width 128, sampled entropies"
-    specialised_forward(128, 0.0, entropy_every=8)
-    label = "width 64, packed"
-    specialised_forward(64, 0.0, packed=True)
+        kind = "as in models" if row_normalise else "plain"
+        COMPILER.label = f"width {width}, causal True, {kind}"
+        hopper_forward(width, row_normalise)
+    COMPILER.label = "width 128, sampled entropies"
+    hopper_forward(128, 0.0, entropy_every=8)
+    COMPILER.label = "width 64, packed"
+    hopper_forward(64, 0.0, packed=True)
     for width, causal in itertools.product((64, 128), (False, True)):
-        label = f"width {width}, causal {causal}"
-        specialised_backward(width, causal, 1, None)
+        name = f"width {width}, causal {causal}"
+        COMPILER.label = name
+        hopper_backward(width, causal, 1, None)
         power = 1 if causal == (width == 128) else 8
-        label += ", scores" if power == 1 else ", power 8"
-        specialised_backward(width, causal, power, 0)
-    print(json.dumps(found))
+        COMPILER.label = f"{name}, scores" if power == 1 else f"{name}, power 8"
+        hopper_backward(width, causal, power, 0)
+    print(json.dumps(COMPILER.results))
 
 
-def specialised_backward(width: int, causal: bool, power: int, sign_bytes: int | None) -> None:
-    """A plain call, or above power 1 one of the models: padded, divided, a learned threshold."""
-    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
-    problem = run_forward.Problem(
-        q, q, q, None, None, None, None, None, None, None,
-        width**-0.5, 1.0, 0.0, 0.5, power, causal, 0, 0.0, 4096, 4096,
-    )  # fmt: skip
-    grads = run_backward.Gradients(None, None, torch.empty_like(q), None, None)
+def portable(width: int, causal: bool) -> None:
+    """Calls of the portable kernels with different statistics."""
+    name = f"width {width}, causal {causal}"
+    call = problem(width, causal=causal)
+    grads = gradients(call)
+    COMPILER.label = name
+    with tuning.override(tma=True):
+        run_forward.forward(call, 0)
+        run_backward.backward(call, grads, False)
+        COMPILER.label = f"{name}, without signs"
+        with tuning.override(tma=True, sign_bytes=0):
+            run_backward.backward(call, grads, False)
+        COMPILER.label = f"{name}, with row sums"
+        run_forward.forward(call, 1)
+        COMPILER.label = f"{name}, sampled entropies"
+        call = problem(width, causal=causal, entropy_every=8)
+        run_forward.forward(call, 2)
+        rows = torch.empty(call.q.shape[:3])
+        run_backward.backward(call, grads._replace(grad_sum=rows, grad_log=rows), False)
+
+
+def hopper_backward(width: int, causal: bool, power: int, sign_bytes: int | None) -> None:
+    """A plain call, or, above power 1, a call of the models: padded, row-normalised, learned."""
+    call = problem(width, causal=causal, power=power)
     if power > 1:
-        lengths = torch.zeros(1, dtype=torch.int32)
-        problem = problem._replace(
-            key_lengths=lengths, threshold=torch.empty(2), row_normalise=1e-4
-        )
-        grads = grads._replace(out=torch.empty_like(q), row_sum=torch.empty(q.shape[:3]))
+        optional = {"key_lengths": torch.zeros(1, dtype=torch.int32), "threshold": torch.empty(2)}
+        call = problem(width, optional, causal=causal, power=power, row_normalise=1e-4)
     with tuning.override(tma=True, sign_bytes=sign_bytes, specialised=True):
-        run_backward.backward(problem, grads, need_shift=power > 1)
+        run_backward.backward(call, gradients(call), power > 1)
 
 
-def specialised_forward(
+def hopper_forward(
     width: int, row_normalise: float, entropy_every: int = 0, packed: bool = False
 ) -> None:
-    """A causal call with row sums: the models' where rows are divided, else a plain one."""
-    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
-    threshold, lengths = torch.empty(2), torch.zeros(1, dtype=torch.int32)
-    problem = run_forward.Problem(
-        q, q, q, None, None, None, None, None, None, None,
-        width**-0.5, 1.0, 0.0, 0.5, 1, True, 0, 0.0, 4096, 4096,
-    )  # fmt: skip
+    """A causal call with row sums: a call of the models if rows are normalised, else plain."""
+    optional: dict[str, Tensor] = {}
+    settings: dict[str, Any] = {"causal": True}
     if row_normalise:
-        problem = problem._replace(
-            threshold=threshold, key_lengths=lengths, power=8, row_normalise=row_normalise
-        )
+        lengths = torch.zeros(1, dtype=torch.int32)
+        optional = {"threshold": torch.empty(2), "key_lengths": lengths}
+        settings |= {"power": 8, "row_normalise": row_normalise}
     if entropy_every:
-        problem = problem._replace(entropy_every=entropy_every)
+        settings["entropy_every"] = entropy_every
     if packed:
         ends = torch.zeros(3, dtype=torch.int32)
-        problem = problem._replace(cu_q=ends, cu_k=ends)
+        optional = {"cu_q": ends, "cu_k": ends}
     with tuning.override(tma=True, specialised=True):
-        run_forward.forward(problem, 2 if entropy_every else 1)
+        run_forward.forward(problem(width, optional, **settings), 2 if entropy_every else 1)
 
 
 def fourth_power(width: int, causal: bool, row_normalise: float) -> None:
-    """Forward and backward with a learned threshold, without which this power is not used."""
-    q = torch.empty(1, 4096, 2, width, dtype=torch.bfloat16).transpose(1, 2)
-    problem = run_forward.Problem(
-        q, q, q, None, torch.empty(2), None, None, None, None, None,
-        width**-0.5, 1.0, 0.0, 0.5, 4, causal, 0, 0.0, 4096, 4096,
-        row_normalise=row_normalise,
-    )  # fmt: skip
+    """Forward and backward with a learned threshold, which this power is always used with."""
+    optional = {"threshold": torch.empty(2)}
+    call = problem(width, optional, causal=causal, power=4, row_normalise=row_normalise)
     with tuning.override(tma=True):
-        run_forward.forward(problem, int(problem.divided))
-        grads = run_backward.Gradients(None, None, torch.empty_like(q), None, None)
-        if problem.divided:
-            grads = grads._replace(out=torch.empty_like(q), row_sum=torch.empty(q.shape[:3]))
-        run_backward.backward(problem, grads, need_shift=True)
+        run_forward.forward(call, int(call.is_row_normalised))
+        run_backward.backward(call, gradients(call), True)
 
 
 def decode(
     width: int, rows: int, page: int, row_sums: bool = False, row_normalise: float = 0.0
 ) -> None:
-    """One call with four query heads per key head, to pages with bounds if `page` is their size."""
+    """A call with four query heads per key head; `page` is the page size, 0 without pages."""
     q = torch.empty(2, 8, rows, width, dtype=torch.bfloat16)
-    pages = lengths = None
     k = torch.empty(2, 2, 4096, width, dtype=torch.bfloat16)
+    optional, table = NO_INPUTS, None
     if page:
         k = torch.empty(4096 // page, 2, page, width, dtype=torch.bfloat16)
         table = torch.zeros(2, 4096 // page, dtype=torch.int32)
-        pages = run_decode.Pages(table, k[:, :, 0].contiguous(), k[:, :, 0].contiguous())
-        lengths = torch.zeros(2, dtype=torch.int32)
-    problem = run_forward.Problem(
-        q, k, k, None, None, lengths, None, None, None, None,
-        width**-0.5, 1.0, 0.0, 0.5, 1, rows > 1, 0, 0.0, rows, 4096,
-        row_normalise=row_normalise,
+        optional = NO_INPUTS._replace(key_lengths=torch.zeros(2, dtype=torch.int32))
+    settings = Settings(
+        width**-0.5, rows, 4096, causal=rows > 1, row_normalise=row_normalise
     )  # fmt: skip
-    run_decode.decode(problem, pages, row_sums=row_sums)
+    run_decode.decode(Problem(q, k, k, optional, settings), table, row_sums=row_sums)
 
 
 if __name__ == "__main__":

@@ -1,131 +1,123 @@
-"""Launch on a driver that only writes down its arguments: first through Triton, then prepared.
+"""Launch every kernel through Triton and then directly, on a fake driver.
 
-Decoding is prepared on fewer keys than it is compared on.
-
-Prints, as JSON, how many launches there were and which differ.
+The arguments of the C launcher must be the same, apart from hooks. Decoding is prepared with fewer
+keys than it is compared with. Prints, as JSON, the number of launches, those that differ, and the
+number of tensor maps that were encoded in each round.
 """
 
 import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
+import triton
 from triton.runtime import driver
 
 from reluformer.ops.backends.triton import launch, run_backward, run_forward, tuning
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 
-written: list[list[str]] = []
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
+from tests.ops.backends.triton.fake_driver import (
+    FakeDriver,
+    FakeLauncher,
+    FakeUtils,
+    without_addresses,
+)
 
-def _text(value: Any) -> str:
-    """What of an argument must not change: for a tensor everything but the address."""
-    if isinstance(value, Tensor):
-        return str((value.dtype, value.shape, value.stride()))
-    if hasattr(value, "base"):
-        return str((_text(value.base), value.shape, value.strides, value.padding))
-    # Triton makes a new object per launch for its hooks.
-    return type(value).__name__ if " object at " in str(value) else str(value)
-
-
-class Writer:
-    """Stands for the compiled launcher; gets exactly what `CompiledKernel.run` gets."""
-
-    def __init__(self, src: Any, metadata: Any) -> None:
-        self.name = src.name
-
-    def __call__(self, *args: Any) -> None:
-        written.append([self.name, *(_text(each) for each in args)])
+Launched = list[tuple[str, Any]]
+TILE = tuning.Tile(16, 16, 1, 1, prescale=True)
+CACHE = torch.zeros(2, 2, 100, 16, dtype=torch.bfloat16)
 
 
-class Utils:
-    """A device that loads every binary."""
-
-    def load_binary(self, *args: Any) -> tuple[int, ...]:
-        return 1, 1, 32, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-
-class Hopper:
-    """As much of a driver as a launch asks for."""
-
-    utils = Utils()
-    launcher_cls = Writer
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
+def recorded() -> Launched:
+    """The launches since the last call, without addresses and hooks."""
+    launches = []
+    for name, args in FakeLauncher.launched:
+        # Launch metadata and the two hooks, which a direct launch leaves out.
+        args[10:13] = []
+        launches.append((name, without_addresses(tuple(args))))
+    FakeLauncher.launched.clear()
+    return launches
 
 
-def decoded(keys: int) -> list[list[str]]:
-    """What decoding with a cache of so many keys launches."""
-    written.clear()
-    cache = torch.zeros(2, 2, 100, 16, dtype=torch.bfloat16)[:, :, :keys]
-    problem = run_forward.Problem(
-        cache[:, :, :1], cache, cache, torch.ones(2), None, None, None, None, None, None,
-        0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 1, keys,
-    )  # fmt: skip
+def decode(keys: int) -> None:
+    """Decode with a cache of `keys` keys, in three variants."""
+    cache = CACHE[:, :, :keys]
+    optional = NO_INPUTS._replace(gamma=torch.ones(2))
+    problem = Problem(cache[:, :, :1], cache, cache, optional, Settings(0.25, 1, keys))
+    normalised = problem._replace(settings=problem.settings._replace(row_normalise=0.1))
     with tuning.override({"decode": tuning.Tile(16, 16, 1, 1)}):
         for statistics in (0, 1):
             run_forward.forward(problem, statistics)
-        run_forward.forward(problem._replace(row_normalise=0.1), 1)
-    return [*written]
+        run_forward.forward(normalised, 1)
 
 
-def specialised() -> list[list[str]]:
-    """What a forward with specialised warps launches."""
-    written.clear()
-    q = torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
-    problem = run_forward.Problem(
-        q, q, q, torch.ones(2), None, torch.tensor([300, 7]), None, None, None, None,
-        0.125, 1.0, 0.0, 0.5, 1, True, 0, 0.0, 300, 300,
-    )  # fmt: skip
+Q = torch.zeros(2, 20, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
+GAMMA = torch.ones(4)
+LONG = torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+LENGTHS = torch.tensor([300, 7])
+
+
+def train() -> None:
+    """Forward and backward of a causal call, with and without row normalisation."""
+    settings = Settings(0.25, 20, 20, causal=True)
+    kernels: tuple[tuning.Kernel, ...] = ("forward", "dkv", "dq")
+    with tuning.override(dict.fromkeys(kernels, TILE), tma=True):
+        for row_normalise in (0.0, 0.1):
+            problem = Problem(
+                Q, Q[:, :2], Q[:, 2:], NO_INPUTS._replace(gamma=GAMMA),
+                settings._replace(row_normalise=row_normalise),
+            )  # fmt: skip
+            out, row_sum, _, _ = run_forward.forward(problem, 1)
+            grads = run_backward.Gradients(torch.zeros_like(out), out)
+            # Without row normalisation, the row sums have a gradient.
+            name = "row_sum" if row_normalise else "grad_sum"
+            run_backward.backward(problem, grads._replace(**{name: row_sum}), False)
+
+
+def hopper() -> None:
+    """A warp-specialised forward."""
+    optional = NO_INPUTS._replace(gamma=torch.ones(2), key_lengths=LENGTHS)
+    problem = Problem(LONG, LONG, LONG, optional, Settings(0.125, 300, 300, causal=True))
     with tuning.override(tma=True, specialised=True):
         run_forward.forward(problem, 1)
-    return [*written]
 
 
 def main() -> None:
-    driver.set_active(Hopper())
-    tile = tuning.Tile(16, 16, 1, 1, prescale=True)
-    q = torch.zeros(2, 20, 4, 16, dtype=torch.bfloat16).transpose(1, 2)
-    gamma = torch.ones(4)
-    problem = run_forward.Problem(
-        q, q[:, :2], q[:, 2:], gamma, None, None, None, None, None, None,
-        0.25, 1.0, 0.0, 0.5, 1, True, 0, 0.0, 20, 20,
-    )  # fmt: skip
-    rounds = []
-    kernels: tuple[tuning.Kernel, ...] = ("forward", "keys", "queries")
-    with tuning.override(dict.fromkeys(kernels, tile), tma=True):
-        for _ in range(2):
-            written.clear()
-            for each in (problem, problem._replace(row_normalise=0.1)):
-                out, row_sum, _, _ = run_forward.forward(each, 1)
-                grads = run_backward.Gradients(out, None, torch.zeros_like(out), row_sum, None)
-                if each.divided:
-                    # Nothing arrives at the sums themselves.
-                    grads = grads._replace(grad_sum=None, row_sum=row_sum)
-                run_backward.backward(each, grads, False)
-            rounds.append([*written])
-    rounds[0] += specialised()
-    rounds[1] += specialised()
-    rounds[0] += decoded(80)
-    launch.LAUNCHES.clear()
-    decoded(50)
-    rounds[1] += decoded(80)
-    assert all(each.compiled is not None for each in launch.LAUNCHES.values())
-    different = [one for one, other in zip(*rounds, strict=True) if one != other]
-    print(json.dumps({"launches": len(rounds[0]), "different": different}))
+    driver.set_active(FakeDriver())
+    rounds: list[Launched] = []
+    encoded = []
+    for _ in range(3):
+        before = FakeUtils.encoded
+        train()
+        hopper()
+        rounds.append(recorded())
+        encoded.append(FakeUtils.encoded - before)
+    assert all(each.direct is not None for each in launch.LAUNCHES.values())
+
+    decode(80)
+    first = recorded()
+    launch.SIZED_LAUNCHES.clear()
+    decode(50)
+    recorded()
+    decode(80)
+    pairs = [*zip(rounds[0], rounds[2], strict=True), *zip(first, recorded(), strict=True)]
+    assert all(each.direct is not None for each in launch.SIZED_LAUNCHES.values())
+
+    # A hook sees every launch.
+    names: list[str] = []
+    triton.knobs.runtime.launch_enter_hook.add(
+        lambda metadata: names.append(metadata.get()["name"])
+    )
+    hopper()
+    different = [one for one, other in pairs if one != other]
+    result = {"launches": len(pairs), "different": different, "encoded": encoded, "hooked": names}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

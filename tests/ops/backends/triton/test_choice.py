@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from reluformer.ops.backends.triton import backward_choice, tuning
+from reluformer.ops.backends.triton import backward_choice, launch, run_backward, tuning
 from reluformer.ops.backends.triton.hopper import launch_backward, launch_forward
-from reluformer.ops.backends.triton.plan import Problem
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
+from tests.ops.backends.triton.problems import with_changes
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +19,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def problem(width: int, n: int, *, batch: int = 4, heads: int = 8, **changes: Any) -> Problem:
     q, k, v = (torch.empty(batch, heads, n, width, dtype=torch.bfloat16) for _ in range(3))
-    numbers = (width**-0.5, 1.0, 0.0, 0.5, 1, False, 0, 0.0, n, n)
-    return Problem(q, k, v, *[None] * 7, *numbers)._replace(**changes)
+    return with_changes(Problem(q, k, v, NO_INPUTS, Settings(width**-0.5, n, n)), changes)
 
 
 def forward(call: Problem, statistics: int = 0) -> bool:
@@ -61,9 +61,9 @@ def test_packed_sequences_but_neither_their_entropies_nor_too_many() -> None:
     ends = torch.arange(5, dtype=torch.int32) * 1024
     packed = problem(128, 4096, batch=1, cu_q=ends, cu_k=ends, max_q=1024, max_k=1024)
     assert forward(packed, statistics=1)
-    assert not forward(packed._replace(entropy_every=8), statistics=2)
+    assert not forward(with_changes(packed, {"entropy_every": 8}), statistics=2)
     many = torch.zeros(8194, dtype=torch.int32)
-    assert not forward(packed._replace(cu_q=many, cu_k=many))
+    assert not forward(with_changes(packed, {"cu_q": many, "cu_k": many}))
     assert backward(packed) == (False, False)
 
 
@@ -97,17 +97,32 @@ def test_few_tiles_leave_no_processor_idle() -> None:
     assert not backward(problem(128, 256, batch=1, heads=1))[0]
 
 
-def test_a_choice_is_made_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_choice, "_CHOICES", {})
-    call = problem(128, 1024)
-    with tuning.override(tma=True):
-        wanted = backward_choice.choose(call, 0, call.q)
-        assert backward_choice.choice(("key",), call, 0, call.q) == wanted
-        # Addresses that ask for other code have no key.
-        assert backward_choice.choice((), call, 0, call.q) == wanted
-    monkeypatch.setattr(backward_choice, "choose", lambda *args: pytest.fail("asked again"))
-    assert backward_choice.choice(("key",), call, 0, call.q) == wanted
-    assert list(backward_choice._CHOICES) == [("key",)]
+def test_a_backward_is_prepared_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 1, 20, 16)
+    call = Problem(q, q, q, NO_INPUTS, Settings(0.25, 20, 20))
+    grads = run_backward.Gradients(torch.randn_like(q))
+    first = run_backward.backward(call, grads, False)
+    monkeypatch.setattr(run_backward, "choose", lambda *args: pytest.fail("chosen again"))
+    monkeypatch.setattr(
+        run_backward.backward_launches, "prepare", lambda *args, **kw: pytest.fail("prepared again")
+    )
+    second = run_backward.backward(call, grads, False)
+    assert all(torch.equal(one, other) for one, other in zip(first[:3], second[:3], strict=True))
+
+
+def test_misaligned_addresses_have_no_signature() -> None:
+    aligned = torch.zeros(64)
+    assert launch.signature(("numbers",), (aligned, None))
+    assert launch.signature(("numbers",), (aligned, aligned[1:])) == ()
+
+
+def test_a_full_memory_is_cleared_and_the_empty_key_is_not_stored() -> None:
+    memory: launch.Memory[int] = launch.Memory()
+    for number in range(launch._LIMIT):
+        memory.put((number,), number)
+    assert memory.put((), 7) == 7 and () not in memory and len(memory) == launch._LIMIT
+    memory.put(("one more",), 1)
+    assert memory == {("one more",): 1}
 
 
 def test_a_request_is_obeyed_where_a_kernel_can() -> None:

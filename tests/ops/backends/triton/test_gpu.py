@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reluformer.errors import UserError
-from reluformer.ops.backends.triton import launch, op, tuning
+from reluformer.ops.backends.triton import launch, op, run_backward, tuning
 from reluformer.ops.stats import sampled_rows
 from tests.ops.backends.triton.test_op import _check_compiled, _check_dropout, _varlen
 from tests.ops.rectified import CASES, Arguments, Case, arguments, check, found, run_kernel
@@ -39,7 +39,7 @@ def check_or_refusal(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", op.WIDTHS)
-@pytest.mark.parametrize("kernel", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
 def test_every_tile(kernel: tuning.Kernel, width: int, dtype: torch.dtype) -> None:
     padded = 128 if width == 96 else width
     shape = Case("tile", batch=2, queries=283, keys=301, width=width, value_width=width)
@@ -108,11 +108,14 @@ def test_compiled_without_a_graph_break(row_normalise: float | None) -> None:
 
 @either
 def test_prepared_launches_repeat_the_first_bit_by_bit(row_normalise: float | None) -> None:
-    # Others may have left launches that never came about.
+    # Other tests may have left launches that failed.
     launch.LAUNCHES.clear()
+    run_backward.BACKWARD_LAUNCHES.clear()
     given = _medium(row_normalise)
     first, second, third = (found(op.attend, given) for _ in range(3))
-    assert all(each.compiled is not None for each in launch.LAUNCHES.values())
+    assert all(each.direct is not None for each in launch.LAUNCHES.values())
+    launches = [each for pass_ in run_backward.BACKWARD_LAUNCHES.values() for each in pass_]
+    assert all(each.direct is not None for each in launches if isinstance(each, launch.Launch))
     for later in (second, third):
         assert torch.equal(first[0][0], later[0][0])
         assert all(torch.equal(first[1][name], later[1][name]) for name in first[1])

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from reluformer import relu_attention
 from reluformer.errors import UserError
-from reluformer.ops.backends.triton import op, tuning
+from reluformer.ops.backends.triton import op, operators, tuning
+from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from reluformer.ops.backends.triton.tuning import Tile
 from reluformer.ops.call import Call, Packing
 from reluformer.ops.rule import Rectified
@@ -28,8 +30,8 @@ from tests.ops.rectified import (
     weights,
 )
 
-KERNELS: tuple[tuning.Kernel, ...] = ("forward", "keys", "queries")
-SMALL = {"forward": Tile(16, 32, 4, 1), "keys": Tile(16, 32, 4, 1), "queries": Tile(32, 16, 4, 1)}
+KERNELS: tuple[tuning.Kernel, ...] = ("forward", "dkv", "dq")
+SMALL = {"forward": Tile(16, 32, 4, 1), "dkv": Tile(16, 32, 4, 1), "dq": Tile(32, 16, 4, 1)}
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -287,14 +289,29 @@ def test_compiled_without_a_graph_break() -> None:
 def test_operator_is_well_formed(row_normalise: float) -> None:
     given = arguments(CASES[8], torch.float32, DEVICE)
     q, k, v = (given.leaves[name] for name in "qkv")
-    gamma = given.leaves["gamma"]
+    mask = given.options["mask"].view(torch.uint8)
+    problem = Problem(
+        q, k, v, NO_INPUTS._replace(gamma=given.leaves["gamma"], mask=mask),
+        Settings(0.25, 29, 45, row_normalise=row_normalise),
+    )  # fmt: skip
     with tuning.override(dict(SMALL) if DEVICE == "cpu" else {}):
         torch.library.opcheck(
             torch.ops.reluformer.rectified_attention.default,
-            (q, k, v, gamma, None, None, given.options["mask"], None, None, None)
-            + (0.25, 1.0, 0.0, 0.5, 1, False, 0, 0.0, 29, 45, 1, row_normalise, 2),
+            (*operators.flatten(problem), 2),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
+
+
+def test_schema_has_the_fields_of_a_problem() -> None:
+    schema = torch.ops.reluformer.rectified_attention.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == ["q", "k", "v", *OptionalInputs._fields, *Settings._fields, "statistics"]
+
+
+def test_unflatten_inverts_flatten() -> None:
+    x = torch.zeros(1, 2, 3, 16)
+    problem = Problem(x, x, x, NO_INPUTS._replace(gamma=torch.ones(2)), Settings(0.25, 3, 3))
+    assert operators.unflatten((*operators.flatten(problem), "more")) == (problem, ("more",))
 
 
 @pytest.mark.parametrize(

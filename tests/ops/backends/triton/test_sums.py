@@ -62,9 +62,9 @@ def test_sums_of_a_call(level: SumsLevel, rules: dict[str, Any]) -> None:
 )
 def test_sampled_entropies(rows: int, rules: dict[str, Any]) -> None:
     q, k, v = make(batch=2, heads=2, kv_heads=1, rows=rows, keys=9, width=16, value_width=16)
-    wide = {"forward": Tile(256, 16, 4, 1), "queries": Tile(64, 16, 4, 1)}
+    wide = {"forward": Tile(256, 16, 4, 1), "dq": Tile(64, 16, 4, 1)}
     keys = Tile(128, 16, 4, 1, prescale=rows == 300)
-    with tuning.override({**wide, "keys": keys}, tma=True):
+    with tuning.override({**wide, "dkv": keys}, tma=True):
         check_sums("triton", "entropy", *(x.float() for x in (q, k, v)), rtol=1e-5, **rules)
 
 
@@ -95,7 +95,7 @@ def test_the_bench_checks_sampled_entropies() -> None:
 
 
 def test_no_tile_has_more_rows_than_a_block() -> None:
-    kernels: tuple[tuning.Kernel, ...] = ("forward", "keys", "queries")
+    kernels: tuple[tuning.Kernel, ...] = ("forward", "dkv", "dq")
     found = [tuning.every(k, w, size) for k in kernels for w in (64, 128, 256) for size in (2, 4)]
     for tile in itertools.chain(*found):
         assert ENTROPY_BLOCK % tile.queries == 0

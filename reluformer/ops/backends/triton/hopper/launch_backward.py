@@ -15,9 +15,10 @@ from reluformer.ops.backends.triton.hopper.launch_forward import (
     tiles_of,
 )
 from reluformer.ops.backends.triton.launch import Launch, processors
-from reluformer.ops.backends.triton.plan import Problem
+from reluformer.ops.backends.triton.plan import tile_config
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SIDE, WIDEST
+from reluformer.ops.backends.triton.problem import Problem
 
 _SIDE = int(SIDE.value)
 # So many queries and keys have been measured to pay.
@@ -43,17 +44,17 @@ def suits(problem: Problem, level: int, tensors: Sequence[Tensor], *, signs_pay:
     `level` is that of its gradients; `signs_pay` says that the plain kernels would keep signs.
     """
     chosen = tuning.current()
-    if chosen.specialised is False or any(name in ("keys", "queries") for name, _ in chosen.tiles):
+    if chosen.specialised is False or any(name in ("dkv", "dq") for name, _ in chosen.tiles):
         return False
-    if level > 1 or problem.packed or not serves(problem, _KEYS, tensors):
+    if level > 1 or problem.is_packed or not serves(problem, _KEYS, tensors):
         return False
     if chosen.specialised:
         return True
-    if signs_pay and not keeps_signs(problem) and not problem.causal:
+    if signs_pay and not keeps_signs(problem) and not problem.settings.causal:
         # Six products take less time than seven, and the plain kernels make signs for less.
         return False
     heads = min(problem.q.shape[1], problem.k.shape[1])
-    shortest = min(problem.max_q, problem.max_k)
+    shortest = min(problem.settings.max_q, problem.settings.max_k)
     enough = items_of(problem, heads, shortest, _SIDE) >= processors(problem.q.device)
     return at_home(problem.q) and enough and shortest >= _FROM
 
@@ -72,7 +73,7 @@ def keys_launch(
     q, k, v = problem.q, problem.k, problem.v
     tiled = [(each, _SIDE) for each in (q, k, v, grad_out, dk, dv)]
     return _launch(
-        specialised_keys_kernel, problem, _KEYS[q.shape[-1]], tiled, k.shape[1], problem.max_k,
+        specialised_keys_kernel, problem, _KEYS[q.shape[-1]], tiled, k.shape[1], problem.settings.max_k,
         level, signs=signs,
     )  # fmt: skip
 
@@ -87,7 +88,7 @@ def queries_launch(
     tiled = [(each, _SIDE) for each in (q, k, v, grad_out, dq)]
     return _launch(
         specialised_queries_kernel, problem, (_SIGNED if signs else _QUERIES)[q.shape[-1]], tiled,
-        q.shape[1], problem.max_q, level, signs=signs,
+        q.shape[1], problem.settings.max_q, level, signs=signs,
     )  # fmt: skip
 
 
@@ -104,21 +105,20 @@ def _launch(
 ) -> Launch:
     """Of a kernel that owns tiles of a sequence of that length for each of its heads."""
     items = items_of(problem, heads, length, _SIDE)
-    padded = triton.cdiv(problem.max_q, BLOCK.value) * BLOCK.value
-    key_blocks = triton.cdiv(problem.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
+    padded = triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value
+    key_blocks = triton.cdiv(problem.settings.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
     # That dO comes with the factors of its rows is what `prescale` means.
     tile = tuning.Tile(_SIDE, _SIDE, 4, buffers.stages, prescale=True)
-    shared = problem.switches(tile)
+    shared = {**tile_config(problem, tile)._asdict(), "num_warps": 4}
+    shared |= {"PRESCALE": shared["SCALE_SCORES"]}
     named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "num_warps")
     return SpecialisedLaunch(
         kernel,
-        tile,
         min(items, processors(problem.q.device)),
-        tiled,
         (
-            items, heads, tiles_of(length, _SIDE), problem.max_q, problem.max_k, key_blocks,
-            padded // _SIDE * key_blocks, padded, problem.scale, problem.unit,
-            problem.threshold_value, problem.length_exponent,
+            items, heads, tiles_of(length, _SIDE), problem.settings.max_q, problem.settings.max_k, key_blocks,
+            padded // _SIDE * key_blocks, padded, problem.settings.scale, problem.unit,
+            problem.settings.threshold_value, problem.settings.length_exponent,
         ),
         {
             **{name: shared[name] for name in named},
@@ -127,7 +127,8 @@ def _launch(
             "STAGES": buffers.stages,
             "IN_REGISTERS": buffers.in_registers,
             "GRADS": level == 1,
-            "ROW_SCALE": problem.per_row,
+            "ROW_SCALE": problem.has_row_factors,
             "SIGNS": signs,
         },
+        tiled,
     )  # fmt: skip

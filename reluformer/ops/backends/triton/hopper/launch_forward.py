@@ -8,9 +8,16 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import tuning
-from reluformer.ops.backends.triton.launch import Launch, View, processors, use_descriptors
-from reluformer.ops.backends.triton.plan import Problem, interpreting
-from reluformer.ops.backends.triton.portable.packed_schedule import MOST, Size, schedule, size
+from reluformer.ops.backends.triton.descriptors import View, use_descriptors
+from reluformer.ops.backends.triton.launch import Launch, processors
+from reluformer.ops.backends.triton.plan import is_interpreting, tile_config
+from reluformer.ops.backends.triton.problem import Problem
+from reluformer.ops.backends.triton.run_packed import (
+    MAX_SEQUENCES,
+    WorkListSize,
+    work_list,
+    work_list_size,
+)
 
 # Gluon is young: only versions on which the tests have run on a GPU.
 _TESTED = triton.__version__.startswith("3.6.")
@@ -36,8 +43,6 @@ TILES = {64: Tile(128, 64, 4, False), 128: Tile(64, 64, 4, True)}
 class SpecialisedLaunch(Launch):
     """A launch of a kernel with specialised warps."""
 
-    descriptors_only = True
-
     def describe(self, tensor: Tensor | None, shape: View) -> Any:
         """The descriptor that Gluon's kernels take."""
         from triton.experimental.gluon.language import NVMMASharedLayout
@@ -50,16 +55,16 @@ class SpecialisedLaunch(Launch):
 class _ForwardLaunch(SpecialisedLaunch):
     """One that is called like a launch of the plain forward kernel."""
 
-    room = Size(0, 0)
+    room = WorkListSize(0, 0)
     """Of the list of work on packed sequences."""
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        q, k, v, out, row_sum, log_sum, _count, gamma, threshold, lengths, *more = tensors
-        _mask, cu_q, cu_k, _seed = more
+    def __call__(self, *tensors: Any) -> None:
+        q, k, v, out, row_sum, log_sum, _count, optional = tensors
+        gamma, threshold, lengths, _mask, cu_q, cu_k, _seed = optional
         rest = work = None
         if cu_q is not None and cu_k is not None:
-            rows, paired = 2 * self.tile.queries, self.switches["CAUSAL"]
-            rest, work = out, schedule(cu_q, cu_k, self.room, rows, paired=paired)
+            rows, paired = 2 * self.options["ROWS"], self.options["CAUSAL"]
+            rest, work = out, work_list(cu_q, cu_k, self.room, rows, paired=paired)
         super().__call__(q, k, v, out, rest, row_sum, log_sum, gamma, threshold, lengths, work)
 
 
@@ -68,7 +73,7 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     forced = tuning.current().specialised
     if forced is False or any(name == "forward" for name, _ in tuning.current().tiles):
         return False
-    if problem.packed and (statistics > 1 or problem.sequences > MOST):
+    if problem.is_packed and (statistics > 1 or problem.sequences > MAX_SEQUENCES):
         return False
     if not serves(problem, TILES, (problem.q, problem.k, problem.v, out)):
         return False
@@ -77,14 +82,14 @@ def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
     if not at_home(out):
         return False
     width = problem.q.shape[-1]
-    if statistics > 1 and (width == 64 or problem.entropy_every == 1):
+    if statistics > 1 and (width == 64 or problem.settings.entropy_every == 1):
         # Logarithms of one block in a few can hide behind products that are long enough.
         return False
     least = _FROM
-    if problem.causal:
-        least = _POWERS_FROM if width == 64 and problem.power > 1 else _CAUSAL_FROM
+    if problem.settings.causal:
+        least = _POWERS_FROM if width == 64 and problem.settings.power > 1 else _CAUSAL_FROM
     enough = _items(problem, TILES[width]) >= processors(problem.q.device)
-    return enough and min(problem.max_q, problem.max_k) >= least
+    return enough and min(problem.settings.max_q, problem.settings.max_k) >= least
 
 
 def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunch:
@@ -96,17 +101,16 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
     tile = TILES[width]
     items = _items(problem, tile)
     like = tuning.Tile(tile.rows, tile.keys, 4, tile.stages)
-    shared = problem.switches(like)
+    shared = {**tile_config(problem, like)._asdict(), "num_warps": 4}
+    shared |= {"PRESCALE": shared["SCALE_SCORES"], "DIVIDE": shared["ROW_NORMALISE"]}
     named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "DIVIDE", "num_warps")
     made = _ForwardLaunch(
         specialised_kernel,
-        like,
         min(items, processors(q.device)),
-        [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
         (
-            items, q.shape[1], tiles_of(problem.max_q, tile.rows), problem.max_q, problem.max_k,
-            *out.stride()[1:3], problem.scale, problem.unit, problem.threshold_value,
-            problem.length_exponent, problem.epsilon,
+            items, q.shape[1], tiles_of(problem.settings.max_q, tile.rows), problem.settings.max_q, problem.settings.max_k,
+            *out.stride()[1:3], problem.settings.scale, problem.unit, problem.settings.threshold_value,
+            problem.settings.length_exponent, problem.epsilon,
         ),
         {
             **{name: shared[name] for name in named},
@@ -115,10 +119,11 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
             "STAGES": tile.stages,
             "Q_REGISTERS": tile.q_registers,
             "SUMS": statistics >= 1,
-            "EVERY": problem.entropy_every if statistics == 2 else 1,
+            "EVERY": problem.settings.entropy_every if statistics == 2 else 1,
         },
+        [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
     )  # fmt: skip
-    if problem.packed:
+    if problem.is_packed:
         made.room = _room(problem, tile)
     return made
 
@@ -126,7 +131,11 @@ def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunc
 def serves(problem: Problem, widths: Container[int], tensors: Sequence[Tensor]) -> bool:
     """Whether kernels with specialised warps for heads of these widths can run a call, all of whose
     tiled tensors these are."""
-    if problem.mask is not None or problem.window > 0 or problem.dropout_p > 0:
+    if (
+        problem.optional.mask is not None
+        or problem.settings.window > 0
+        or problem.settings.dropout_p > 0
+    ):
         return False
     width = problem.q.shape[-1]
     if problem.q.dtype != torch.bfloat16 or width != problem.v.shape[-1] or width not in widths:
@@ -136,7 +145,7 @@ def serves(problem: Problem, widths: Container[int], tensors: Sequence[Tensor]) 
 
 def at_home(tensor: Tensor) -> bool:
     """Whether GPU and Triton are those for which the kernels with specialised warps are made."""
-    if not _TESTED or interpreting() or not tensor.is_cuda or torch.version.hip is not None:
+    if not _TESTED or is_interpreting() or not tensor.is_cuda or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(tensor.device) == (9, 0)
 
@@ -149,19 +158,21 @@ def tiles_of(length: int, rows: int) -> int:
 def items_of(problem: Problem, heads: int, length: int, rows: int) -> int:
     """Tiles of all heads, or pairs of them where rows see different numbers of keys."""
     count = tiles_of(length, rows)
-    each = triton.cdiv(count, 2) if problem.causal else count
+    each = triton.cdiv(count, 2) if problem.settings.causal else count
     return int(problem.q.shape[0] * heads * each)
 
 
 def _items(problem: Problem, tile: Tile) -> int:
     """Of packed sequences as many as there may be."""
     heads = problem.q.shape[1]
-    if problem.packed:
-        return _room(problem, tile).most * heads
-    return items_of(problem, heads, problem.max_q, tile.rows)
+    if problem.is_packed:
+        return _room(problem, tile).total * heads
+    return items_of(problem, heads, problem.settings.max_q, tile.rows)
 
 
-def _room(problem: Problem, tile: Tile) -> Size:
+def _room(problem: Problem, tile: Tile) -> WorkListSize:
     """For the list of work on packed sequences."""
     tokens, rows = problem.q.shape[2], 2 * tile.rows
-    return size(tokens, problem.sequences, problem.max_q, rows, paired=problem.causal)
+    return work_list_size(
+        tokens, problem.sequences, problem.settings.max_q, rows, paired=problem.settings.causal
+    )

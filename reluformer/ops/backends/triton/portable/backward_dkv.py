@@ -1,41 +1,49 @@
-"""Backward kernels. With x and C_i as in the forward kernel and G = dL/dw,
+"""Backward kernel for dK and dV, and the formulas of the whole backward pass.
+
+With x and C_i as in the forward kernel and G = dL/dw,
 
     G_ij = keep_ij (dO_i . v_j) + g_i + e_i (log w_ij + 1),     dS_ij = C_i p x^(p-1) G_ij [x > 0],
 
-where g and e are the gradients of the row sum and of sum w log w. Nothing but q, k, v and the
-output gradient is read. If rows were divided by T_i = sum_j w_ij + epsilon (`DIVIDE`), then
+where g and e are the gradients of the row sum and of sum w log w. Only q, k, v and the output
+gradient are read. With row normalisation by T_i = sum_j w_ij + epsilon (`ROW_NORMALISE`),
 
-    G_ij = keep_ij (dO_i . v_j) / T_i + g_i - (dO_i . O_i) / T_i + e_i (log w_ij + 1)
+    G_ij = keep_ij (dO_i . v_j) / T_i + g_i - (dO_i . O_i) / T_i + e_i (log w_ij + 1).
 
-is the same with C_i / T_i in place of C_i, T_i e_i of e_i and T_i g_i - dO_i . O_i of g_i: only
-`row_terms` knows. O is read once, in a pass over rows.
+That is the first formula with C_i / T_i in place of C_i, T_i e_i in place of e_i and
+T_i g_i - dO_i . O_i in place of g_i, so only `row_terms` depends on the row normalisation.
 
-`keys_kernel` owns a tile of keys (dK, dV: four products), `queries_kernel` a tile of queries (dQ:
-three); each sums in a fixed order, so results are repeatable bit by bit. For power 1 all that dQ
-needs of the scores is [x > 0]: with `SIGNS` the first kernel leaves these bits to the second, which
-then makes two products. Adding dQ up in the first kernel would spare one more, but took longer on
-an H200, by atomics on pointers and by descriptors alike: sums in memory are slower than products.
+`dkv_kernel` owns a key tile (dK, dV: four products) and `dq_kernel` a query tile (dQ: three). Each
+sums in a fixed order, so results are reproducible bit by bit. For power 1, dQ needs only [x > 0] of
+the scores. With `SIGNS`, `dkv_kernel` stores these bits and `dq_kernel` computes two products
+instead of three. Accumulating dQ in `dkv_kernel` would save one more product, but atomic adds, by
+pointers or descriptors, took longer on an H200.
 """
 
 import triton
 import triton.language as tl
 
-from reluformer.ops.backends.triton.portable.device import (
+from reluformer.ops.backends.triton.portable.arguments import (
     LENGTH_DEPENDENT,
+    Head,
+    HeadMask,
+    RowValues,
+)
+from reluformer.ops.backends.triton.portable.device import (
     dropout_factor,
     dropout_keys,
     entropy_wanted,
     head_threshold,
     keep_rows,
+    load_sequence,
     load_tile,
     log2_positive,
+    loop_bounds,
     padded_rows,
     query_range,
     raised,
     rectified,
     row_factor,
     row_places,
-    sequence,
     store_tile,
     visible,
     visible_count,
@@ -53,7 +61,7 @@ from reluformer.ops.backends.triton.portable.sign_bits import (
 
 
 @triton.jit
-def _walk_queries(
+def _accumulate_queries(
     dk_acc,
     dv_acc,
     k_tile,
@@ -61,161 +69,132 @@ def _walk_queries(
     q,
     grad_out,
     terms,
-    count,
-    row_sum,
+    values,
     mask,
     signs,
     gamma,
-    low,
-    high,
+    start,
+    stop,
     col,
-    n_q,
+    seq,
+    head,
     q_length,
     k_length,
-    batch,
-    b,
-    h,
-    first_q,
-    offset,
-    end,
     window,
-    cut,
-    scale,
-    unit,
-    length_exponent,
-    epsilon,
-    seed_value,
-    bh,
-    dropout,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_gb,
-    stride_gh,
-    stride_gt,
-    stride_mq,
-    stride_mk,
-    stride_sb,
-    stride_sh,
-    stride_st,
+    row_strides,
+    strides,
+    numbers,
     MASKED: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    POWER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    GRADS: tl.constexpr,
-    EVERY: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    PRESCALED: tl.constexpr,
-    SIGNS: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    BY_PAIRS: tl.constexpr = POWER == 1 and PTX and not DROPOUT and k_tile.dtype == tl.bfloat16
-    cols = col + tl.arange(0, KEYS)
-    for row in tl.range(low, high, QUERIES):
-        rows = tl.multiple_of(row, QUERIES) + tl.arange(0, QUERIES)
+    """Add the queries [start, stop) of one head to dK and dV of a key tile."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    POWER: tl.constexpr = CONFIG.POWER
+    # Row factors that must be applied here.
+    FACTORS: tl.constexpr = CONFIG.ROW_FACTORS and not CONFIG.GRAD_SCALED
+    # Gate packed bf16 pairs with one instruction instead of comparing float32 scores.
+    BY_PAIRS: tl.constexpr = (
+        POWER == 1 and CONFIG.PTX and not CONFIG.DROPOUT and k_tile.dtype == tl.bfloat16
+    )
+    offset = seq.n_k - seq.n_q
+    limit = seq.first_q + seq.n_q
+    cols = col + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    for row in tl.range(start, stop, BLOCK_M):
+        rows = tl.multiple_of(row, BLOCK_M) + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         q_tile = load_tile(
-            q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
-            QUERIES, D_PAD, D, TMA, True,
-        )  # fmt: skip
+            q, seq.batch, head.h, seq.first_q + row, strides.q, limit,
+            BLOCK_M, CONFIG.D_PAD, CONFIG.D, CONFIG.TMA, True,
+        )  # fmt: skip  # [BLOCK_M, D_PAD]
         g_tile = load_tile(
-            grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
-            QUERIES, DV_PAD, DV, TMA, True,
-        )  # fmt: skip
-        if MASKED and VARLEN and TMA:
-            q_tile = keep_rows(q_tile, row, n_q, QUERIES)
-            g_tile = keep_rows(g_tile, row, n_q, QUERIES)
-        score = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        if PRESCALE:
-            score = score * scale
-        if HAS_THRESHOLD:
-            score = score - cut
+            grad_out, seq.batch, head.h, seq.first_q + row, strides.grad_out, limit,
+            BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, CONFIG.TMA, True,
+        )  # fmt: skip  # [BLOCK_M, DV_PAD]
+        if MASKED and CONFIG.PACKED and CONFIG.TMA:
+            q_tile = keep_rows(q_tile, row, seq.n_q, BLOCK_M)
+            g_tile = keep_rows(g_tile, row, seq.n_q, BLOCK_M)
+        # Scores are transposed: [BLOCK_N, BLOCK_M].
+        score = tl.dot(k_tile, tl.trans(q_tile), input_precision=CONFIG.PRECISION)
+        if CONFIG.SCALE_SCORES:
+            score = score * numbers.scale
+        if CONFIG.HAS_THRESHOLD:
+            score = score - head.scaled_threshold
         if MASKED:
             seen = visible(
-                (rows + offset)[None, :], rows[None, :], cols[:, None], end, window,
-                mask, stride_mq, stride_mk, n_q, CAUSAL, WINDOW, HAS_MASK,
-            )  # fmt: skip
+                (rows + offset)[None, :], rows[None, :], cols[:, None], seq.end, window, seq.n_q,
+                mask, CONFIG,
+            )  # fmt: skip  # [BLOCK_N, BLOCK_M]
             score = tl.where(seen, score, 0.0)
-        if ROW_SCALE and not PRESCALED:
-            stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
-            factor, _, _ = row_terms(
-                stats, rows, n_q, rows + offset, end, window, count, count, count, row_sum, count,
-                True, unit, gamma, h, length_exponent, epsilon,
-                CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, POWER, 0,
+        if FACTORS:
+            places = row_places(
+                seq.batch, head.h, seq.first_q + rows,
+                row_strides[0], row_strides[1], row_strides[2],
             )  # fmt: skip
-        if DROPOUT:
-            random = dropout_keys(seed_value, rows, bh)[None, :]
-            kept = dropout_factor(random, cols[:, None], dropout)
+            factor, _, _ = row_terms(
+                places, rows, rows + offset, seq, head.h, window, values, True, gamma, numbers, 0,
+                CONFIG,
+            )  # fmt: skip  # [BLOCK_M]
+        if CONFIG.DROPOUT:
+            random = dropout_keys(head.seed, rows, head.bh)[None, :]  # [1, BLOCK_M]
+            kept = dropout_factor(random, cols[:, None], numbers.dropout)  # [BLOCK_N, BLOCK_M]
         if POWER > 1:
-            # x^(p-1) gates and gives log x too: x need not be kept until the gradient arrives.
+            # x^(p-1) is both gate and source of log x: x need not stay in registers.
             x = tl.maximum(score, 0.0)
-            steep = raised(x, POWER - 1)
-            weight = x * steep
+            relu_pow_minus_1 = raised(x, POWER - 1)  # [BLOCK_N, BLOCK_M]
+            weight = x * relu_pow_minus_1
         else:
-            steep = score
+            relu_pow_minus_1 = score
             weight = score
         # C_i > 0 commutes with max(., 0), so it may be applied before the packed conversion.
-        if ROW_SCALE and not PRESCALED:
+        if FACTORS:
             weight *= factor[None, :]
-        if DROPOUT:
+        if CONFIG.DROPOUT:
             weight = tl.where(score > 0, weight, 0.0) * kept
-        if POWER > 1 or DROPOUT:
+        if POWER > 1 or CONFIG.DROPOUT:
             packed = weight.to(g_tile.dtype)
         else:
-            packed = rectified(weight, g_tile.dtype, PTX)
-        dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=PRECISION)
+            packed = rectified(weight, g_tile.dtype, CONFIG.PTX)
+        dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=CONFIG.PRECISION)
         if BY_PAIRS:
             gates = positive(packed)
-        if SIGNS:
-            # While products are under way. float16 has no weights as small as scores can be.
+        if CONFIG.SIGNS:
+            # Overlaps with the product. Not from float16 weights, which underflow where scores
+            # do not.
             if BY_PAIRS:
-                words = gate_words(gates, KEYS, QUERIES)
+                words = gate_words(gates, BLOCK_N, BLOCK_M)
             else:
-                words = sign_words(score, KEYS, QUERIES)
-            store_signs(signs, words, row, col, k_length, KEYS, QUERIES, PTX)
-        grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
-        if DROPOUT:
+                words = sign_words(score, BLOCK_N, BLOCK_M)
+            store_signs(signs, words, row, col, k_length, BLOCK_N, BLOCK_M, CONFIG.PTX)
+        # G, transposed: [BLOCK_N, BLOCK_M].
+        grad = tl.dot(v_tile, tl.trans(g_tile), input_precision=CONFIG.PRECISION)
+        if CONFIG.DROPOUT:
             grad *= kept
-        if GRADS >= 1:
+        if CONFIG.SUM_GRADS >= 1:
             grad += tl.load(terms + rows)[None, :]
-        if GRADS == 2:
+        if CONFIG.SUM_GRADS == 2:
             slopes = terms + padded_rows(q_length) + rows
-            if EVERY == 1:
-                grad += tl.load(slopes)[None, :] * log2_positive(steep, PTX)
+            if CONFIG.ENTROPY_EVERY == 1:
+                grad += tl.load(slopes)[None, :] * log2_positive(relu_pow_minus_1, CONFIG.PTX)
             else:
-                if entropy_wanted(row, h, b, EVERY):
-                    grad += tl.load(slopes)[None, :] * log2_positive(steep, PTX)
+                if entropy_wanted(row, head.h, head.b, CONFIG):
+                    grad += tl.load(slopes)[None, :] * log2_positive(relu_pow_minus_1, CONFIG.PTX)
         if POWER > 1:
-            grad *= steep
-        if ROW_SCALE and not PRESCALED:
+            grad *= relu_pow_minus_1
+        if FACTORS:
             grad *= factor[None, :]
         if BY_PAIRS:
             grad = gated(grad, gates)
         else:
             if POWER == 1 or MASKED:
-                # Above power 1 it is a matter of gradients of what is not seen, which may be NaN.
-                grad = tl.where(steep > 0, grad, 0.0)
+                # Above power 1 the factor is already 0, but invisible pairs may have NaN gradients.
+                grad = tl.where(relu_pow_minus_1 > 0, grad, 0.0)
             grad = grad.to(q_tile.dtype)
-        dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=PRECISION)
+        dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=CONFIG.PRECISION)
     return dk_acc, dv_acc
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
-def keys_kernel(
+def dkv_kernel(
     q,
     k,
     v,
@@ -226,175 +205,116 @@ def keys_kernel(
     terms,
     count,
     row_sum,
-    gamma,
-    threshold,
-    lengths,
-    mask,
-    cu_q,
-    cu_k,
-    seed,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    stride_gb,
-    stride_gh,
-    stride_gt,
-    stride_dkb,
-    stride_dkh,
-    stride_dkt,
-    stride_dvb,
-    stride_dvh,
-    stride_dvt,
-    stride_mb,
-    stride_mh,
-    stride_mq,
-    stride_mk,
-    stride_sb,
-    stride_sh,
-    stride_st,
+    optional,
+    strides,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_q,
+    row_stride_b,
+    row_stride_h,
+    row_stride_t,
     heads,
     q_length,
     k_length,
     window,
-    scale,
-    unit,
-    threshold_value,
-    length_exponent,
-    dropout,
-    epsilon,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    POWER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
-    THRESHOLD_TENSOR: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    GRADS: tl.constexpr,
-    EVERY: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    PRESCALED: tl.constexpr,
-    SIGNS: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    numbers,
+    CONFIG: tl.constexpr,
 ):
-    """dK and dV of a tile of keys, summed over the query heads of its group and all queries.
+    """dK and dV of BLOCK_N keys of one key head, summed over its query heads and all queries.
 
-    `ROW_SCALE`: C_i (or C_i / T_i) differs between rows, so it is applied in the loop (or,
-    `PRESCALED`, has been multiplied into `grad_out` and the terms); otherwise once at the end.
-    `terms` are made by `row_terms_kernel`: the loop would compute them again for every tile of
-    keys. With `SIGNS` those of the weights are left to `queries_kernel`.
+    A program owns one key tile and loops over the query heads of its group and the query tiles that
+    see it. The accumulators [BLOCK_N, D] and [BLOCK_N, DV] stay in registers; query and output
+    gradient tiles pass through shared memory.
+
+    `ROW_FACTORS`: C_i (or C_i / T_i) differs between rows. It is applied in the loop, or, with
+    `GRAD_SCALED`, is already part of `grad_out` and `terms`. Otherwise it is applied once, after
+    the loop. `row_terms_kernel` computes `terms`: the loop would repeat that for every key tile.
+    With `SIGNS` the signs of the weights are stored for `dq_kernel`.
     """
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    GROUP: tl.constexpr = CONFIG.GROUP
     kv_heads = heads // GROUP
-    tiles = tl.cdiv(k_length, KEYS)
+    tiles = tl.cdiv(k_length, BLOCK_N)
     tile = tl.program_id(0) % tiles
     b = tl.program_id(0) // tiles // kv_heads
     kv_head = tl.program_id(0) // tiles % kv_heads
-    batch, first_q, first_k, n_q, n_k, end = sequence(
-        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
-    )
-    col = tile * KEYS
-    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
-        if col >= n_k:
+    seq = load_sequence(b, optional, q_length, k_length, CONFIG)
+    col = tile * BLOCK_N
+    if CONFIG.PACKED:  # noqa: SIM102 (the outer test is compiled away)
+        if col >= seq.n_k:
             return
-    offset = n_k - n_q
-    EDGES: tl.constexpr = CAUSAL or WINDOW
-    SINGLE: tl.constexpr = HAS_MASK or ONE_LOOP
+    offset = seq.n_k - seq.n_q
+    limit = seq.first_k + seq.n_k
+    EDGES: tl.constexpr = CONFIG.CAUSAL or CONFIG.WINDOW
+    SINGLE: tl.constexpr = CONFIG.HAS_MASK or CONFIG.ONE_LOOP
     low, inner_low, inner_high, high = query_range(
-        col, tl.minimum(col + KEYS, end), offset, n_q, window, QUERIES, CAUSAL, WINDOW, VARLEN
+        col, tl.minimum(col + BLOCK_N, seq.end), offset, seq.n_q, window, CONFIG
     )
     k_tile = load_tile(
-        k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + n_k,
-        KEYS, D_PAD, D, TMA, True,
-    )  # fmt: skip
+        k, seq.batch, kv_head, seq.first_k + col, strides.k, limit,
+        BLOCK_N, CONFIG.D_PAD, CONFIG.D, CONFIG.TMA, True,
+    )  # fmt: skip  # [BLOCK_N, D_PAD]
     v_tile = load_tile(
-        v, batch, kv_head, first_k + col, stride_vb, stride_vh, stride_vt, first_k + n_k,
-        KEYS, DV_PAD, DV, TMA, True,
-    )  # fmt: skip
-    inverse_scale = 1.0 if PRESCALE else 1.0 / scale
-    seed_value = tl.load(seed) if DROPOUT else 0
-    dk_acc = tl.zeros([KEYS, D_PAD], tl.float32)
-    dv_acc = tl.zeros([KEYS, DV_PAD], tl.float32)
+        v, seq.batch, kv_head, seq.first_k + col, strides.v, limit,
+        BLOCK_N, CONFIG.DV_PAD, CONFIG.DV, CONFIG.TMA, True,
+    )  # fmt: skip  # [BLOCK_N, DV_PAD]
+    inverse_scale = 1.0 if CONFIG.SCALE_SCORES else 1.0 / numbers.scale
+    seed = tl.load(optional.seed) if CONFIG.DROPOUT else 0
+    values = RowValues(count, row_sum, None, None, None)
+    row_strides = (row_stride_b, row_stride_h, row_stride_t)
+    D_PAD: tl.constexpr = CONFIG.D_PAD
+    dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+    DV_PAD: tl.constexpr = CONFIG.DV_PAD
+    dv_acc = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
     for member in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + member
         bh = b * heads + h
-        cut = head_threshold(threshold, threshold_value, inverse_scale, h, THRESHOLD_TENSOR)
-        mask_head = mask
-        if HAS_MASK:
-            mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
-        terms_head = terms
-        if GRADS >= 1:
-            terms_head = terms + bh.to(tl.int64) * (GRADS * padded_rows(q_length))
-        signs_head = signs
-        if SIGNS:
-            signs_head = signs + bh.to(tl.int64) * head_blocks(q_length, k_length) * WORDS
+        scaled_threshold = head_threshold(optional.threshold, numbers, inverse_scale, h, CONFIG)
+        head = Head(b, h, kv_head, bh, scaled_threshold, seed)
+        head_mask = optional.mask
+        if CONFIG.HAS_MASK:
+            head_mask = (
+                optional.mask + b.to(tl.int64) * mask_stride_b + h.to(tl.int64) * mask_stride_h
+            )
+        mask = HeadMask(head_mask, mask_stride_q, strides.mask_key)
+        head_terms = terms
+        if CONFIG.SUM_GRADS >= 1:
+            head_terms = terms + bh.to(tl.int64) * (CONFIG.SUM_GRADS * padded_rows(q_length))
+        head_signs = signs
+        if CONFIG.SIGNS:
+            head_signs = signs + bh.to(tl.int64) * head_blocks(q_length, k_length) * WORDS
         for part in tl.static_range(3):
             if (
                 part == 1
                 or (part == 0 and EDGES and not SINGLE)
-                or (part == 2 and (WINDOW or VARLEN) and not SINGLE)
+                or (part == 2 and (CONFIG.WINDOW or CONFIG.PACKED) and not SINGLE)
             ):
-                if SINGLE:
-                    start = low
-                    stop = high
-                elif part == 0:
-                    start = low
-                    stop = tl.minimum(inner_low, high)
-                elif part == 1:
-                    start = inner_low
-                    stop = inner_high
-                else:
-                    start = inner_high
-                    stop = high
-                # Where a path around a loop meets products in flight, the assembler makes all
-                # products of the loop wait for each other.
-                if not SIGNS or start < stop:
-                    dk_acc, dv_acc = _walk_queries(
-                        dk_acc, dv_acc, k_tile, v_tile, q, grad_out, terms_head, count, row_sum,
-                        mask_head, signs_head, gamma, start, stop, col, n_q, q_length, k_length,
-                        batch, b, h, first_q, offset, end, window, cut, scale, unit,
-                        length_exponent, epsilon, seed_value, bh, dropout,
-                        stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
-                        stride_mq, stride_mk, stride_sb, stride_sh, stride_st,
-                        part != 1 or SINGLE, QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL,
-                        WINDOW, HAS_MASK, VARLEN, HAS_GAMMA, DIVIDE, HAS_THRESHOLD, PRESCALE, GRADS,
-                        EVERY, DROPOUT, ROW_SCALE, PRESCALED, SIGNS, TMA, PTX, PRECISION,
+                start, stop = loop_bounds(low, inner_low, inner_high, high, part, SINGLE)
+                # With signs, an empty loop is skipped by a branch: where a path around a loop joins
+                # products in flight, the assembler serialises all products of the loop.
+                if not CONFIG.SIGNS or start < stop:
+                    dk_acc, dv_acc = _accumulate_queries(
+                        dk_acc, dv_acc, k_tile, v_tile, q, grad_out, head_terms, values, mask,
+                        head_signs, optional.gamma, start, stop, col, seq, head, q_length, k_length,
+                        window, row_strides, strides, numbers, part != 1 or SINGLE, CONFIG,
                     )  # fmt: skip
 
     value_factor = 1.0
-    if not ROW_SCALE:
-        n = visible_count(col, end, window, CAUSAL, WINDOW)
-        value_factor = row_factor(n, unit, gamma, kv_head * GROUP, length_exponent, HAS_GAMMA)
-    key_factor = value_factor * POWER
-    if PRESCALE:
-        key_factor *= scale
-    # A key past the end is a row of its own here: its gradients are zero.
-    dk_acc = keep_rows(dk_acc * key_factor, col, end, KEYS)
-    dv_acc = keep_rows(dv_acc * value_factor, col, end, KEYS)
+    if not CONFIG.ROW_FACTORS:
+        # All rows have the same factor: that of the first query head of the group.
+        n = visible_count(col, seq.end, window, CONFIG)
+        value_factor = row_factor(n, optional.gamma, kv_head * GROUP, numbers, CONFIG)
+    key_factor = value_factor * CONFIG.POWER
+    if CONFIG.SCALE_SCORES:
+        key_factor *= numbers.scale
+    # Gradients of keys past the valid length are zero.
+    dk_acc = keep_rows(dk_acc * key_factor, col, seq.end, BLOCK_N)
+    dv_acc = keep_rows(dv_acc * value_factor, col, seq.end, BLOCK_N)
     store_tile(
-        dk, dk_acc.to(k_tile.dtype), batch, kv_head, first_k + col,
-        stride_dkb, stride_dkh, stride_dkt, first_k + n_k, KEYS, D_PAD, D, TMA and not VARLEN,
+        dk, dk_acc.to(k_tile.dtype), seq.batch, kv_head, seq.first_k + col, strides.dk, limit,
+        BLOCK_N, CONFIG.D_PAD, CONFIG.D, CONFIG.TMA and not CONFIG.PACKED,
     )  # fmt: skip
     store_tile(
-        dv, dv_acc.to(v_tile.dtype), batch, kv_head, first_k + col,
-        stride_dvb, stride_dvh, stride_dvt, first_k + n_k, KEYS, DV_PAD, DV, TMA and not VARLEN,
+        dv, dv_acc.to(v_tile.dtype), seq.batch, kv_head, seq.first_k + col, strides.dv, limit,
+        BLOCK_N, CONFIG.DV_PAD, CONFIG.DV, CONFIG.TMA and not CONFIG.PACKED,
     )  # fmt: skip

@@ -1,22 +1,28 @@
-"""Gradients of queries: the formulas are in `backward_keys.py`."""
+"""Backward kernel for dQ; the formulas are in `backward_dkv.py`."""
 
 import triton
 import triton.language as tl
 
-from reluformer.ops.backends.triton.portable.device import (
+from reluformer.ops.backends.triton.portable.arguments import (
     LENGTH_DEPENDENT,
+    Head,
+    HeadMask,
+    RowValues,
+)
+from reluformer.ops.backends.triton.portable.device import (
     dropout_factor,
     dropout_keys,
     entropy_wanted,
     head_threshold,
     keep_rows,
     key_range,
+    load_sequence,
     load_tile,
     log2_positive,
+    loop_bounds,
     raised,
     rectified,
     row_places,
-    sequence,
     store_tile,
     visible,
 )
@@ -34,7 +40,7 @@ from reluformer.ops.backends.triton.portable.sign_bits import (
 
 
 @triton.jit
-def _walk_keys(
+def _accumulate_keys(
     acc,
     shift_total,
     q_tile,
@@ -45,125 +51,100 @@ def _walk_keys(
     v,
     mask,
     signs,
-    low,
-    high,
+    start,
+    stop,
     row,
     rows,
-    n_q,
+    seq,
+    head,
     k_length,
-    batch,
-    kv_head,
-    first_k,
-    offset,
-    end,
     window,
-    cut,
-    scale,
-    seed_value,
-    bh,
-    dropout,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    stride_mq,
-    stride_mk,
+    strides,
+    numbers,
     MASKED: tl.constexpr,
     LAST: tl.constexpr,
     CHECK: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    POWER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    GRADS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ROW_SHIFT: tl.constexpr,
-    SIGNS: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SUM_GRADS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    if DROPOUT:
-        random = dropout_keys(seed_value, rows, bh)[:, None]
+    """Add the keys [start, stop) to dQ of a query tile and to its sums of dS."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    POWER: tl.constexpr = CONFIG.POWER
+    SIGNS: tl.constexpr = CONFIG.SIGNS
+    limit = seq.first_k + seq.end
+    if CONFIG.DROPOUT:
+        random = dropout_keys(head.seed, rows, head.bh)[:, None]  # [BLOCK_M, 1]
     if SIGNS:
-        quarters = sign_quarters(signs, row, low, k_length, QUERIES, KEYS)
-        words = load_signs(quarters, QUERIES, KEYS, PTX)
-    for col in tl.range(low, high, KEYS, num_stages=1 if LAST else None):
+        quarters = sign_quarters(signs, row, start, k_length, BLOCK_M, BLOCK_N)
+        words = load_signs(quarters, BLOCK_M, BLOCK_N, CONFIG.PTX)
+    for col in tl.range(start, stop, BLOCK_N, num_stages=1 if LAST else None):
         k_tile = load_tile(
-            k, batch, kv_head, first_k + col, stride_kb, stride_kh, stride_kt, first_k + end,
-            KEYS, D_PAD, D, TMA, CHECK,
-        )  # fmt: skip
+            k, seq.batch, head.kv_head, seq.first_k + col, strides.k, limit,
+            BLOCK_N, CONFIG.D_PAD, CONFIG.D, CONFIG.TMA, CHECK,
+        )  # fmt: skip  # [BLOCK_N, D_PAD]
         v_tile = load_tile(
-            v, batch, kv_head, first_k + col, stride_vb, stride_vh, stride_vt, first_k + end,
-            KEYS, DV_PAD, DV, TMA, CHECK,
-        )  # fmt: skip
-        if MASKED and PADDED and TMA:
-            k_tile = keep_rows(k_tile, col, end, KEYS)
+            v, seq.batch, head.kv_head, seq.first_k + col, strides.v, limit,
+            BLOCK_N, CONFIG.DV_PAD, CONFIG.DV, CONFIG.TMA, CHECK,
+        )  # fmt: skip  # [BLOCK_N, DV_PAD]
+        if MASKED and (CONFIG.HAS_LENGTHS or CONFIG.PACKED) and CONFIG.TMA:
+            k_tile = keep_rows(k_tile, col, seq.end, BLOCK_N)
+        # Scores and G: [BLOCK_M, BLOCK_N].
         if not SIGNS:
-            score = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        grad = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+            score = tl.dot(q_tile, tl.trans(k_tile), input_precision=CONFIG.PRECISION)
+        grad = tl.dot(g_tile, tl.trans(v_tile), input_precision=CONFIG.PRECISION)
         if not SIGNS:
-            if PRESCALE:
-                score = score * scale
-            if HAS_THRESHOLD:
-                score = score - cut
-        cols = col + tl.arange(0, KEYS)
+            if CONFIG.SCALE_SCORES:
+                score = score * numbers.scale
+            if CONFIG.HAS_THRESHOLD:
+                score = score - head.scaled_threshold
+        cols = col + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         if MASKED:
+            position = rows + (seq.n_k - seq.n_q)
             seen = visible(
-                (rows + offset)[:, None], rows[:, None], cols[None, :], end, window,
-                mask, stride_mq, stride_mk, n_q, CAUSAL, WINDOW, HAS_MASK,
-            )  # fmt: skip
+                position[:, None], rows[:, None], cols[None, :], seq.end, window, seq.n_q, mask,
+                CONFIG,
+            )  # fmt: skip  # [BLOCK_M, BLOCK_N]
             if not SIGNS:
                 score = tl.where(seen, score, 0.0)
-        if DROPOUT:
-            grad *= dropout_factor(random, cols[None, :], dropout)
-        if GRADS >= 1:
+        if CONFIG.DROPOUT:
+            grad *= dropout_factor(random, cols[None, :], numbers.dropout)
+        if SUM_GRADS >= 1:
             grad += constant[:, None]
-        if GRADS == 2:
-            grad += slope[:, None] * log2_positive(score, PTX)
+        if SUM_GRADS == 2:
+            grad += slope[:, None] * log2_positive(score, CONFIG.PTX)
         if POWER > 1:
             x = tl.maximum(score, 0.0)
             grad *= raised(x, POWER - 1)
             if MASKED:
-                # Gradients of what is not seen may be NaN.
+                # Invisible pairs may have NaN gradients.
                 grad = tl.where(x > 0, grad, 0.0)
         if SIGNS and MASKED:
-            # What no key has met has no signs.
+            # The signs of tiles that no key tile visits are not initialised.
             grad = tl.where(seen, grad, 0.0)
-        if POWER == 1 and PTX and not ROW_SHIFT and k_tile.dtype == tl.bfloat16:
+        if POWER == 1 and CONFIG.PTX and not CONFIG.ROW_SHIFT and k_tile.dtype == tl.bfloat16:
             if SIGNS:
-                packed = sign_gated(grad, words, QUERIES, KEYS)
+                packed = sign_gated(grad, words, BLOCK_M, BLOCK_N)
             else:
-                packed = gated(grad, positive(rectified(score, tl.bfloat16, PTX)))
+                packed = gated(grad, positive(rectified(score, tl.bfloat16, CONFIG.PTX)))
         else:
             if SIGNS:
-                grad = tl.where(sign_bits(words, QUERIES, KEYS), grad, 0.0)
+                grad = tl.where(sign_bits(words, BLOCK_M, BLOCK_N), grad, 0.0)
             elif POWER == 1:
                 grad = tl.where(score > 0, grad, 0.0)
-            if ROW_SHIFT:
+            if CONFIG.ROW_SHIFT:
                 shift_total += tl.sum(grad, 1)
             packed = grad.to(k_tile.dtype)
         if SIGNS:
-            # Those of the next tile, a tile ahead: memory is far.
-            quarters += 2 * KEYS
-            words = load_signs(quarters, QUERIES, KEYS, PTX)
-        acc = tl.dot(packed, k_tile, acc, input_precision=PRECISION)
+            # Load the signs of the next tile one iteration ahead, to hide the memory latency.
+            quarters += 2 * BLOCK_N
+            words = load_signs(quarters, BLOCK_M, BLOCK_N, CONFIG.PTX)
+        acc = tl.dot(packed, k_tile, acc, input_precision=CONFIG.PRECISION)  # [BLOCK_M, D_PAD]
     return acc, shift_total
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
-def queries_kernel(
+def dq_kernel(
     q,
     k,
     v,
@@ -177,183 +158,118 @@ def queries_kernel(
     row_dot,
     row_shift,
     signs,
-    gamma,
-    threshold,
-    lengths,
-    mask,
-    cu_q,
-    cu_k,
-    seed,
-    stride_qb,
-    stride_qh,
-    stride_qt,
-    stride_kb,
-    stride_kh,
-    stride_kt,
-    stride_vb,
-    stride_vh,
-    stride_vt,
-    stride_gb,
-    stride_gh,
-    stride_gt,
-    stride_dqb,
-    stride_dqh,
-    stride_dqt,
-    stride_ob,
-    stride_oh,
-    stride_ot,
-    stride_mb,
-    stride_mh,
-    stride_mq,
-    stride_mk,
-    stride_sb,
-    stride_sh,
-    stride_st,
+    optional,
+    strides,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_q,
+    row_stride_b,
+    row_stride_h,
+    row_stride_t,
     heads,
     q_length,
     k_length,
     window,
-    scale,
-    unit,
-    threshold_value,
-    length_exponent,
-    dropout,
-    epsilon,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    POWER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
-    THRESHOLD_TENSOR: tl.constexpr,
-    PRESCALE: tl.constexpr,
-    GRADS: tl.constexpr,
-    EVERY: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ROW_DOT: tl.constexpr,
-    ROW_SHIFT: tl.constexpr,
-    SIGNS: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
-    TMA: tl.constexpr,
-    PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    numbers,
+    CONFIG: tl.constexpr,
 ):
-    """dQ, and per row O.dO (for gamma) and the sum of dS in score units (for the threshold).
+    """dQ of BLOCK_M queries of one head, and per row dO.O and the sum of dS in score units.
 
-    With `DIVIDE` O.dO is there already, and read. With `SIGNS` so are the signs of the weights,
-    and no scores are made: a gradient passes a ReLU or not.
+    A program owns one query tile and loops over the key tiles that it sees. The query tile, the
+    output gradient tile and the accumulator [BLOCK_M, D] stay in registers; key and value tiles
+    pass through shared memory. dO.O is for the gradient of gamma, the sum of dS for that of the
+    threshold. With `ROW_NORMALISE`, dO.O is an input. With `SIGNS`, so are the signs of the
+    weights, and no scores are computed.
     """
-    tiles = tl.cdiv(q_length, QUERIES)
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    tiles = tl.cdiv(q_length, BLOCK_M)
     tile = tl.program_id(0) % tiles
     bh = tl.program_id(0) // tiles
-    if CAUSAL:
+    if CONFIG.CAUSAL:
+        # The last rows see most keys: start them first.
         tile = tiles - 1 - tile
     b = bh // heads
     h = bh % heads
-    batch, first_q, first_k, n_q, n_k, end = sequence(
-        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
-    )
-    row = tile * QUERIES
-    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
-        if row >= n_q:
+    seq = load_sequence(b, optional, q_length, k_length, CONFIG)
+    row = tile * BLOCK_M
+    if CONFIG.PACKED:  # noqa: SIM102 (the outer test is compiled away)
+        if row >= seq.n_q:
             return
-    rows = row + tl.arange(0, QUERIES)
-    offset = n_k - n_q
-    PADDED: tl.constexpr = HAS_LENGTHS or VARLEN
-    TAIL: tl.constexpr = PADDED or HAS_THRESHOLD
-    EDGES: tl.constexpr = CAUSAL or WINDOW
-    SINGLE: tl.constexpr = HAS_MASK or ONE_LOOP
+    rows = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    offset = seq.n_k - seq.n_q
+    limit = seq.first_q + seq.n_q
+    TAIL: tl.constexpr = CONFIG.HAS_LENGTHS or CONFIG.PACKED or CONFIG.HAS_THRESHOLD
+    EDGES: tl.constexpr = CONFIG.CAUSAL or CONFIG.WINDOW
+    SINGLE: tl.constexpr = CONFIG.HAS_MASK or CONFIG.ONE_LOOP
     low, inner_low, inner_high, high = key_range(
-        row, tl.minimum(row + QUERIES, n_q), offset, end, window, KEYS, CAUSAL, WINDOW, TAIL
-    )
+        row, tl.minimum(row + BLOCK_M, seq.n_q), offset, seq.end, window, CONFIG.BLOCK_N, TAIL,
+        CONFIG,
+    )  # fmt: skip
     q_tile = load_tile(
-        q, batch, h, first_q + row, stride_qb, stride_qh, stride_qt, first_q + n_q,
-        QUERIES, D_PAD, D, TMA, True,
-    )  # fmt: skip
+        q, seq.batch, h, seq.first_q + row, strides.q, limit,
+        BLOCK_M, CONFIG.D_PAD, CONFIG.D, CONFIG.TMA, True,
+    )  # fmt: skip  # [BLOCK_M, D_PAD]
     g_tile = load_tile(
-        grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
-        QUERIES, DV_PAD, DV, TMA, True,
-    )  # fmt: skip
-    stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
-    wanted = entropy_wanted(row, h, b, EVERY)
+        grad_out, seq.batch, h, seq.first_q + row, strides.grad_out, limit,
+        BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, CONFIG.TMA, True,
+    )  # fmt: skip  # [BLOCK_M, DV_PAD]
+    places = row_places(seq.batch, h, seq.first_q + rows, row_stride_b, row_stride_h, row_stride_t)
+    wanted = entropy_wanted(row, h, b, CONFIG)
     factor, constant, slope = row_terms(
-        stats, rows, n_q, rows + offset, end, window, count, grad_sum, grad_log, row_sum, row_dot,
-        wanted, unit, gamma, h, length_exponent, epsilon,
-        CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, POWER, GRADS,
-    )  # fmt: skip
-    inverse_scale = 1.0 if PRESCALE else 1.0 / scale
-    cut = head_threshold(threshold, threshold_value, inverse_scale, h, THRESHOLD_TENSOR)
-    seed_value = tl.load(seed) if DROPOUT else 0
-    mask_head = mask
-    if HAS_MASK:
-        mask_head = mask + b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
-    signs_head = signs
-    if SIGNS:
-        signs_head = signs + bh.to(tl.int64) * head_blocks(q_length, k_length) * PAIRS
-    kv_head = h // GROUP
-    acc = tl.zeros([QUERIES, D_PAD], tl.float32)
-    shift_total = tl.zeros([QUERIES], tl.float32)
+        places, rows, rows + offset, seq, h, window,
+        RowValues(count, row_sum, row_dot, grad_sum, grad_log), wanted, optional.gamma, numbers,
+        CONFIG.SUM_GRADS, CONFIG,
+    )  # fmt: skip  # [BLOCK_M] each
+    inverse_scale = 1.0 if CONFIG.SCALE_SCORES else 1.0 / numbers.scale
+    scaled_threshold = head_threshold(optional.threshold, numbers, inverse_scale, h, CONFIG)
+    seed = tl.load(optional.seed) if CONFIG.DROPOUT else 0
+    head_mask = optional.mask
+    if CONFIG.HAS_MASK:
+        head_mask = optional.mask + b.to(tl.int64) * mask_stride_b + h.to(tl.int64) * mask_stride_h
+    mask = HeadMask(head_mask, mask_stride_q, strides.mask_key)
+    head_signs = signs
+    if CONFIG.SIGNS:
+        head_signs = signs + bh.to(tl.int64) * head_blocks(q_length, k_length) * PAIRS
+    head = Head(b, h, h // CONFIG.GROUP, bh, scaled_threshold, seed)
+    D_PAD: tl.constexpr = CONFIG.D_PAD
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    shift_total = tl.zeros([BLOCK_M], tl.float32)
 
+    # Masked tiles, then whole tiles, then masked tiles, as in the forward kernel.
     for part in tl.static_range(3):
         if (
             part == 1
-            or (part == 0 and WINDOW and not SINGLE)
+            or (part == 0 and CONFIG.WINDOW and not SINGLE)
             or (part == 2 and (EDGES or TAIL) and not SINGLE)
         ):
-            if SINGLE:
-                start = low
-                stop = high
-            elif part == 0:
-                start = low
-                stop = tl.minimum(inner_low, high)
-            elif part == 1:
-                start = inner_low
-                stop = inner_high
-            else:
-                start = inner_high
-                stop = high
-            # Loops with and without logarithms, of which a program runs one. With signs, none that
-            # is empty: see `keys_kernel`.
+            start, stop = loop_bounds(low, inner_low, inner_high, high, part, SINGLE)
+            # Two versions of the loop, with and without logarithms; a program runs one of them.
+            # With signs, empty loops are skipped by a branch: see `dkv_kernel`.
             for level in tl.static_range(3):
-                if (level == GRADS or (level == 1 and EVERY > 1)) and (
-                    (not SIGNS or start < stop) and (EVERY == 1 or wanted == (level == 2))
+                if (level == CONFIG.SUM_GRADS or (level == 1 and CONFIG.ENTROPY_EVERY > 1)) and (
+                    (not CONFIG.SIGNS or start < stop)
+                    and (CONFIG.ENTROPY_EVERY == 1 or wanted == (level == 2))
                 ):
-                    acc, shift_total = _walk_keys(
-                        acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask_head,
-                        signs_head, start, stop, row, rows, n_q, k_length, batch, kv_head,
-                        first_k, offset, end, window, cut, scale, seed_value, bh, dropout,
-                        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-                        stride_mq, stride_mk,
+                    acc, shift_total = _accumulate_keys(
+                        acc, shift_total, q_tile, g_tile, constant, slope, k, v, mask, head_signs,
+                        start, stop, row, rows, seq, head, k_length, window, strides, numbers,
                         part != 1 or SINGLE, part == 2 and not EDGES,
-                        part != 1 or SINGLE or not (CAUSAL or TAIL),
-                        QUERIES, KEYS, D, DV, D_PAD, DV_PAD, POWER, CAUSAL, WINDOW, HAS_MASK,
-                        PADDED, HAS_THRESHOLD, PRESCALE, level, DROPOUT, ROW_SHIFT, SIGNS, TMA,
-                        PTX, PRECISION,
+                        part != 1 or SINGLE or not (CONFIG.CAUSAL or TAIL), level, CONFIG,
                     )  # fmt: skip
 
-    factor *= POWER
-    if ROW_SHIFT:
-        tl.store(row_shift + stats, shift_total * factor * inverse_scale, mask=rows < n_q)
-    if ROW_DOT:
+    factor *= CONFIG.POWER
+    if CONFIG.ROW_SHIFT:
+        tl.store(row_shift + places, shift_total * factor * inverse_scale, mask=rows < seq.n_q)
+    if CONFIG.ROW_DOT:
         o_tile = load_tile(
-            out, batch, h, first_q + row, stride_ob, stride_oh, stride_ot, first_q + n_q,
-            QUERIES, DV_PAD, DV, False, True,
-        )  # fmt: skip
-        dot = tl.sum(o_tile.to(tl.float32) * g_tile.to(tl.float32), 1)
-        tl.store(row_dot + stats, dot, mask=rows < n_q)
-    if PRESCALE:
-        factor *= scale
+            out, seq.batch, h, seq.first_q + row, strides.out, limit,
+            BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False, True,
+        )  # fmt: skip  # [BLOCK_M, DV_PAD]
+        dot = tl.sum(o_tile.to(tl.float32) * g_tile.to(tl.float32), 1)  # [BLOCK_M]
+        tl.store(row_dot + places, dot, mask=rows < seq.n_q)
+    if CONFIG.SCALE_SCORES:
+        factor *= numbers.scale
     store_tile(
-        dq, (acc * factor[:, None]).to(q_tile.dtype), batch, h, first_q + row,
-        stride_dqb, stride_dqh, stride_dqt, first_q + n_q, QUERIES, D_PAD, D, TMA and not VARLEN,
+        dq, (acc * factor[:, None]).to(q_tile.dtype), seq.batch, h, seq.first_q + row, strides.dq,
+        limit, BLOCK_M, CONFIG.D_PAD, CONFIG.D, CONFIG.TMA and not CONFIG.PACKED,
     )  # fmt: skip

@@ -1,31 +1,19 @@
-"""Device functions that the forward and backward kernels share.
+"""Device functions that the portable kernels share.
 
-Positions: `row` counts the queries of a sequence, `col` its keys, and a query at `row` stands at
-key position `row + offset` with `offset = Tk - Tq`, so that causal attention is aligned at the end.
-Tiles come from a tensor descriptor (`TMA`) or from a pointer with strides: one kernel, two loads.
+`row` counts the queries of a sequence and `col` its keys. The query at `row` has the key position
+`row + offset` with `offset = Tk - Tq`, so causal attention is aligned at the end of the keys.
+Tiles are loaded through a tensor descriptor (`TMA`) or from a pointer with strides.
 """
 
 import triton
 import triton.language as tl
 
+from reluformer.ops.backends.triton.portable.arguments import Sequence
 from reluformer.ops.stats import ENTROPY_BLOCK
 
 LN2 = tl.constexpr(0.6931471805599453)
+# Rows of a block in tables of row terms and in sampled entropies; no tile has more rows.
 BLOCK = tl.constexpr(ENTROPY_BLOCK)
-
-# Arguments whose divisibility must not choose another compilation: they change with the lengths.
-LENGTH_DEPENDENT = [
-    "q_length",
-    "k_length",
-    "window",
-    "heads",
-    "stride_mb",
-    "stride_mh",
-    "stride_mq",
-    "stride_sb",
-    "stride_sh",
-    "stride_st",
-]
 
 
 @triton.jit
@@ -34,9 +22,7 @@ def load_tile(
     batch,
     head,
     row,
-    stride_b,
-    stride_h,
-    stride_t,
+    strides,
     limit,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -44,17 +30,17 @@ def load_tile(
     TMA: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """Rows `row .. row + ROWS` of one head, [ROWS, COLS]; zeros past `WIDTH` columns.
+    """Load rows `row .. row + ROWS` of one head as [ROWS, COLS], with zeros from column `WIDTH` on.
 
-    With `CHECK` rows from `limit` on are zeros; a descriptor gives zeros past the tensor anyway.
+    With `CHECK`, rows from `limit` on are zero. A descriptor returns zeros past the tensor anyway.
     """
     if TMA:
         tile = src.load([batch, head, row, 0]).reshape(ROWS, COLS)
     else:
         rows = row + tl.arange(0, ROWS)
         cols = tl.arange(0, COLS)
-        base = src + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-        pointers = base + rows.to(tl.int64)[:, None] * stride_t + cols[None, :]
+        base = src + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        pointers = base + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]  # [ROWS, COLS]
         if CHECK and COLS != WIDTH:
             tile = tl.load(
                 pointers, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :], other=0.0
@@ -75,56 +61,45 @@ def store_tile(
     batch,
     head,
     row,
-    stride_b,
-    stride_h,
-    stride_t,
+    strides,
     limit,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Write [ROWS, COLS] to one head; nothing at or past row `limit` nor past `WIDTH` columns.
+    """Store a tile [ROWS, COLS] of one head, without rows from `limit` or columns from `WIDTH` on.
 
-    A descriptor only knows the end of the tensor: use it where `limit` is that end.
+    A descriptor clips at the end of the tensor only, so `TMA` requires that `limit` is that end.
     """
     if TMA:
         dst.store([batch, head, row, 0], tile.reshape(1, 1, ROWS, COLS))
     else:
         rows = row + tl.arange(0, ROWS)
         cols = tl.arange(0, COLS)
-        base = dst + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-        pointers = base + rows.to(tl.int64)[:, None] * stride_t + cols[None, :]
+        base = dst + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        pointers = base + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]  # [ROWS, COLS]
         tl.store(pointers, tile, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :])
 
 
 @triton.jit
 def keep_rows(tile, row, limit, ROWS: tl.constexpr):
-    """The tile with rows from `limit` on set to zero.
+    """Set the rows of a tile from `limit` on to zero.
 
-    0 * NaN is NaN: a zero weight is not enough to keep what padding holds out of a product.
+    A zero weight does not hide a NaN in the padding, because 0 * NaN is NaN.
     """
-    rows = row + tl.arange(0, ROWS)
+    rows = row + tl.arange(0, ROWS)  # [ROWS]
     return tl.where((rows < limit)[:, None], tile, tl.zeros_like(tile))
 
 
 @triton.jit
-def sequence(
-    b,
-    cu_q,
-    cu_k,
-    lengths,
-    q_length,
-    k_length,
-    VARLEN: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
-    """(batch index, first query row, first key row, Tq, Tk, keys that exist) of sequence `b`."""
-    if VARLEN:
-        first_q = tl.load(cu_q + b).to(tl.int32)
-        first_k = tl.load(cu_k + b).to(tl.int32)
-        n_q = tl.load(cu_q + b + 1).to(tl.int32) - first_q
-        n_k = tl.load(cu_k + b + 1).to(tl.int32) - first_k
+def load_sequence(b, optional, q_length, k_length, CONFIG: tl.constexpr):
+    """Lengths and positions of sequence `b`, packed or dense, as a `Sequence`."""
+    if CONFIG.PACKED:
+        first_q = tl.load(optional.cu_q + b).to(tl.int32)
+        first_k = tl.load(optional.cu_k + b).to(tl.int32)
+        n_q = tl.load(optional.cu_q + b + 1).to(tl.int32) - first_q
+        n_k = tl.load(optional.cu_k + b + 1).to(tl.int32) - first_k
         batch = b * 0
     else:
         first_q = b * 0
@@ -133,82 +108,69 @@ def sequence(
         n_k = k_length
         batch = b
     end = n_k
-    if HAS_LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(lengths + b).to(tl.int32), 0), n_k)
-    return batch, first_q, first_k, n_q, n_k, end
+    if CONFIG.HAS_LENGTHS:
+        end = tl.minimum(tl.maximum(tl.load(optional.key_lengths + b).to(tl.int32), 0), n_k)
+    return Sequence(batch, first_q, first_k, n_q, n_k, end)
 
 
 @triton.jit
-def visible(
-    position,
-    row,
-    col,
-    end,
-    window,
-    mask,
-    stride_mq,
-    stride_mk,
-    n_q,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-):
-    """Whether key `col` is seen from query `row`, which stands at `position`; shapes broadcast."""
+def visible(position, row, col, end, window, n_q, mask, CONFIG: tl.constexpr):
+    """Whether query `row`, at key position `position`, sees key `col`; shapes broadcast."""
     seen = (col < end) & (row < n_q)
-    if CAUSAL:
+    if CONFIG.CAUSAL:
         seen = seen & (col <= position)
-    if WINDOW:
+    if CONFIG.WINDOW:
         seen = seen & (col > position - window)
-        if not CAUSAL:
+        if not CONFIG.CAUSAL:
             seen = seen & (col < position + window)
-    if HAS_MASK:
-        pointers = mask + row.to(tl.int64) * stride_mq + col.to(tl.int64) * stride_mk
+    if CONFIG.HAS_MASK:
+        pointers = (
+            mask.pointer + row.to(tl.int64) * mask.stride_q + col.to(tl.int64) * mask.stride_k
+        )
         seen = seen & (tl.load(pointers, mask=seen, other=0) != 0)
     return seen
 
 
 @triton.jit
-def visible_count(position, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """How many keys a query at `position` sees, in closed form, as float32."""
+def visible_count(position, end, window, CONFIG: tl.constexpr):
+    """Number of keys that a query at `position` sees, in closed form, as float32."""
     high = position * 0 + end
     low = position * 0
-    if CAUSAL:
+    if CONFIG.CAUSAL:
         high = tl.minimum(high, position + 1)
-    if WINDOW:
+    if CONFIG.WINDOW:
         low = tl.maximum(low, position - window + 1)
-        if not CAUSAL:
+        if not CONFIG.CAUSAL:
             high = tl.minimum(high, position + window)
     return tl.maximum(high - low, 0).to(tl.float32)
 
 
 @triton.jit
-def row_places(batch, h, rows, stride_sb, stride_sh, stride_st):
-    """Where the values of rows lie: offsets into row sums and what else there is one of a row."""
-    head = batch.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
-    return head + rows.to(tl.int64) * stride_st
+def row_places(batch, h, rows, stride_b, stride_h, stride_t):
+    """Offsets of rows in tensors with one value per row, such as the row sums."""
+    head = batch.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return head + rows.to(tl.int64) * stride_t
 
 
 @triton.jit
-def row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA: tl.constexpr):
-    """C_i = unit / (gamma_h * (n_i / 2)^length_exponent), zero where nothing is seen."""
-    factor = unit * tl.exp2(-length_exponent * tl.log2(tl.maximum(n, 1.0) * 0.5))
-    if HAS_GAMMA:
+def row_factor(n, gamma, h, numbers, CONFIG: tl.constexpr):
+    """C_i = unit / (gamma_h * (n_i / 2)^length_exponent), zero for rows that see no key."""
+    factor = numbers.unit * tl.exp2(-numbers.length_exponent * tl.log2(tl.maximum(n, 1.0) * 0.5))
+    if CONFIG.HAS_GAMMA:
         factor = factor / tl.load(gamma + h).to(tl.float32)
     return tl.where(n > 0, factor, 0.0)
 
 
 @triton.jit
-def head_threshold(
-    threshold, threshold_value, inverse_scale, h, HAS_THRESHOLD_TENSOR: tl.constexpr
-):
-    """The threshold in the units of the scores the loop computes."""
-    value = tl.load(threshold + h).to(tl.float32) if HAS_THRESHOLD_TENSOR else threshold_value
+def head_threshold(threshold, numbers, inverse_scale, h, CONFIG: tl.constexpr):
+    """The threshold of head `h` in the units of the scores that the loop computes."""
+    value = tl.load(threshold + h).to(tl.float32) if CONFIG.THRESHOLD_TENSOR else numbers.threshold
     return value * inverse_scale
 
 
 @triton.jit
 def raised(x, POWER: tl.constexpr):
-    """x^POWER, a power of `reluformer.ops.rule.POWERS` or one less."""
+    """x^POWER for a power of `reluformer.ops.rule.POWERS` (1, 2, 4, 8) or one less."""
     if POWER == 1:
         result = x
     elif POWER == 2:
@@ -226,8 +188,10 @@ def raised(x, POWER: tl.constexpr):
 
 @triton.jit
 def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
-    """max(x, 0) in `dtype`. Hopper rectifies and packs two values in one instruction, which the
-    compiler does not find by itself."""
+    """max(x, 0) in `dtype`.
+
+    The GPU rectifies and packs two values in one instruction that the compiler does not emit.
+    """
     if PTX and dtype == tl.bfloat16:
         result = tl.inline_asm_elementwise(
             "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2
@@ -243,15 +207,15 @@ def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The left and the right half of a tile [ROWS, COLS]."""
+    """The left and right half of a tile [ROWS, COLS], each [ROWS, COLS / 2]."""
     return tl.split(tl.permute(x.reshape(ROWS, 2, COLS // 2), (0, 2, 1)))
 
 
 @triton.jit
 def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
-    """Equal parts of a float32 tile [ROWS, COLS] added up, [ROWS, TO].
+    """Sum equal column blocks of a float32 tile [ROWS, COLS] into [ROWS, TO].
 
-    Sums of rows that stay within a thread, unlike `tl.sum`: for totals over many tiles.
+    Unlike `tl.sum`, it adds values of one thread only: totals over many tiles need no shuffles.
     """
     if COLS > TO:
         left, right = halves(x, ROWS, COLS)
@@ -261,7 +225,7 @@ def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def folded_pairs(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
-    """`folded` for a packed bfloat16 tile: two values at once, rounded before they are float32."""
+    """`folded` for a bfloat16 tile: adds packed pairs in bfloat16, then converts to float32."""
     if COLS > TO:
         left, right = halves(x, ROWS, COLS)
         x = folded_pairs(_add_pairs(left, right), ROWS, COLS // 2, TO)
@@ -279,7 +243,7 @@ def _add_pairs(a, b):
 
 @triton.jit
 def widened(x):
-    """A packed bfloat16 tile in float32: an instruction a value, where the compiler needs more."""
+    """A bfloat16 tile in float32 with one instruction per value; the compiler needs more."""
     return tl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
         "=r,=r,r",
@@ -292,9 +256,9 @@ def widened(x):
 
 @triton.jit
 def log2_positive(x, PTX: tl.constexpr):
-    """log2(x), or of the least normal number where x is below it: what it multiplies is 0 there.
+    """log2(x), where x below the smallest normal number counts as that number.
 
-    The hardware's approximation where there is one.
+    Its factor is 0 there. Uses the hardware approximation where inline PTX is available.
     """
     safe = tl.maximum(x, 1.1754943508222875e-38)
     if PTX:
@@ -307,23 +271,23 @@ def log2_positive(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def entropy_wanted(row, h, b, EVERY: tl.constexpr):
-    """Whether a tile that begins at `row` lies in a block of `reluformer.ops.stats.sampled_rows`.
+def entropy_wanted(row, h, b, CONFIG: tl.constexpr):
+    """Whether the tile that begins at `row` has sums of w log w: `stats.sampled_rows`.
 
-    Tiles have at most as many rows as a block, so one answer serves a whole tile.
+    A tile has at most `BLOCK` rows, so the answer holds for all of its rows.
     """
-    return (row // BLOCK + h + b) % EVERY == 0
+    return (row // BLOCK + h + b) % CONFIG.ENTROPY_EVERY == 0
 
 
 @triton.jit
 def padded_rows(q_length):
-    """Rows of each head in tables of row terms: whole tiles, so that a tile needs no mask."""
+    """Rows per head in tables of row terms: whole blocks, so that loads need no mask."""
     return tl.cdiv(q_length, BLOCK) * BLOCK
 
 
 @triton.jit
 def dropout_keys(seed, rows, bh):
-    """Random bits for each row of a head, uint32: what `dropout_factor` mixes with the columns."""
+    """Random bits for each row of a head, uint32, the row part of `dropout_factor`."""
     head = rows * 0 + bh
     bits, _, _, _ = tl.philox(seed, rows, head, rows * 0, rows * 0)
     return bits.to(tl.uint32)
@@ -331,82 +295,86 @@ def dropout_keys(seed, rows, bh):
 
 @triton.jit
 def dropout_factor(keys, col, probability):
-    """0 or 1 / (1 - probability) for every pair, a function of (seed, head, row, column) alone.
+    """0 or 1 / (1 - probability) per pair, a function of (seed, head, row, column) only.
 
-    A whole generator for every pair would cost many times the attention itself: rows get bits from
-    one, and each pair a mixer of two multiplications (Wellons' lowbias32).
+    Philox for every pair would cost many times the attention itself. Each row gets bits from
+    Philox, and each pair mixes them with its column (Wellons' lowbias32, two multiplications).
     """
     bits = keys ^ (col.to(tl.uint32) * 0x9E3779B1)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     bits = bits ^ (bits >> 16)
+    # The upper 24 bits are exact in float32.
     kept = (bits >> 8).to(tl.float32) * (1.0 / 16777216.0) >= probability
     return tl.where(kept, 1.0 / (1.0 - probability), 0.0)
 
 
 @triton.jit
-def key_range(
-    row,
-    rows_end,
-    offset,
-    end,
-    window,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """Key tiles that the query rows [row, rows_end) meet: (low, inner_low, inner_high, high).
+def key_range(row, rows_end, offset, end, window, UNIT: tl.constexpr, TAIL: tl.constexpr,
+              CONFIG: tl.constexpr):  # fmt: skip
+    """Keys that the query rows [row, rows_end) see: (low, inner_low, inner_high, high).
 
-    Tiles in [inner_low, inner_high) are seen whole by every row, those outside need a mask. Without
-    `TAIL` the last, ragged tile counts as whole unless the causal edge cuts it off: its missing
-    keys must be loaded as zeros, which weigh nothing.
+    All bounds but `high` are multiples of `UNIT` keys. Every row sees all keys of the tiles in
+    [inner_low, inner_high); other tiles need a mask. Without `TAIL`, the last, partial tile counts
+    as whole unless the causal edge cuts it off: its missing keys must be loaded as zeros.
     """
     first = row + offset
     last = rows_end - 1 + offset
     low = row * 0
     inner_low = row * 0
     high = end
-    inner_high = end // KEYS * KEYS if TAIL else tl.cdiv(end, KEYS) * KEYS
-    if CAUSAL:
+    inner_high = end // UNIT * UNIT if TAIL else tl.cdiv(end, UNIT) * UNIT
+    if CONFIG.CAUSAL:
         high = tl.minimum(high, tl.maximum(last + 1, 0))
-        inner_high = tl.minimum(inner_high, tl.maximum(first + 1, 0) // KEYS * KEYS)
-    if WINDOW:
-        low = tl.maximum(first - window + 1, 0) // KEYS * KEYS
-        inner_low = tl.cdiv(tl.maximum(last - window + 1, 0), KEYS) * KEYS
-        if not CAUSAL:
+        inner_high = tl.minimum(inner_high, tl.maximum(first + 1, 0) // UNIT * UNIT)
+    if CONFIG.WINDOW:
+        low = tl.maximum(first - window + 1, 0) // UNIT * UNIT
+        inner_low = tl.cdiv(tl.maximum(last - window + 1, 0), UNIT) * UNIT
+        if not CONFIG.CAUSAL:
             high = tl.minimum(high, tl.maximum(last + window, 0))
-            inner_high = tl.minimum(inner_high, tl.maximum(first + window, 0) // KEYS * KEYS)
+            inner_high = tl.minimum(inner_high, tl.maximum(first + window, 0) // UNIT * UNIT)
     return low, inner_low, tl.maximum(inner_low, inner_high), high
 
 
 @triton.jit
-def query_range(
-    col,
-    cols_end,
-    offset,
-    n_q,
-    window,
-    QUERIES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """Query tiles that the keys [col, cols_end) meet, as in `key_range`; none without keys."""
+def query_range(col, cols_end, offset, n_q, window, CONFIG: tl.constexpr):
+    """Query rows that see the keys [col, cols_end), as in `key_range`; empty without keys."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     last = cols_end - 1
     low = col * 0
     inner_low = col * 0
     high = tl.where(col < cols_end, n_q, 0)
-    inner_high = high // QUERIES * QUERIES if TAIL else tl.cdiv(high, QUERIES) * QUERIES
-    if CAUSAL:
-        low = tl.maximum(col - offset, 0) // QUERIES * QUERIES
-        inner_low = tl.cdiv(tl.maximum(last - offset, 0), QUERIES) * QUERIES
-    if WINDOW:
+    inner_high = high // BLOCK_M * BLOCK_M if CONFIG.PACKED else tl.cdiv(high, BLOCK_M) * BLOCK_M
+    if CONFIG.CAUSAL:
+        low = tl.maximum(col - offset, 0) // BLOCK_M * BLOCK_M
+        inner_low = tl.cdiv(tl.maximum(last - offset, 0), BLOCK_M) * BLOCK_M
+    if CONFIG.WINDOW:
         high = tl.minimum(high, tl.maximum(last + window - offset, 0))
         inner_high = tl.minimum(
-            inner_high, tl.maximum(col + window - offset, 0) // QUERIES * QUERIES
+            inner_high, tl.maximum(col + window - offset, 0) // BLOCK_M * BLOCK_M
         )
-        if not CAUSAL:
-            low = tl.maximum(col - window + 1 - offset, 0) // QUERIES * QUERIES
-            inner_low = tl.cdiv(tl.maximum(last - window + 1 - offset, 0), QUERIES) * QUERIES
+        if not CONFIG.CAUSAL:
+            low = tl.maximum(col - window + 1 - offset, 0) // BLOCK_M * BLOCK_M
+            inner_low = tl.cdiv(tl.maximum(last - window + 1 - offset, 0), BLOCK_M) * BLOCK_M
     return low, inner_low, tl.maximum(inner_low, inner_high), high
+
+
+@triton.jit
+def loop_bounds(low, inner_low, inner_high, high, PART: tl.constexpr, SINGLE: tl.constexpr):
+    """(start, stop) of the loop before (0), over (1) or after (2) the tiles that are seen whole.
+
+    With `SINGLE` there is one loop over all tiles.
+    """
+    if SINGLE:
+        start = low
+        stop = high
+    elif PART == 0:
+        start = low
+        stop = tl.minimum(inner_low, high)
+    elif PART == 1:
+        start = inner_low
+        stop = inner_high
+    else:
+        start = inner_high
+        stop = high
+    return start, stop

@@ -1,25 +1,16 @@
-"""The work of packed sequences as a list, longest sequences first.
+"""Kernel that lists the work of packed sequences, longest sequences first.
 
-Programs that stay on their multiprocessor take the entries of such a list in turn. Tiles counted
-from the longest sequence would be empty in all others, and in the order of the sequences some
-programs would get twice the work of others.
+Persistent programs take the items of the list in turn. A grid counted from the longest sequence
+would be mostly empty for the other sequences, and in the order of the sequences some programs
+would get twice the work of others.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from reluformer.ops.backends.triton.launch import LAUNCHES, Prepared, remember, signature
-
-# What an entry holds, all of it about its sequence: the first of its entries, how many there are,
-# the first rows of its queries and of its keys, how many there are.
+# Values of an item, all about its sequence: index of its first item, number of items, first query
+# row, first key row, number of queries, number of keys.
 FIELDS = tl.constexpr(6)
-# More sequences are taken in their own order: there are enough of them to even out.
-_SORTED = 128
-MOST = 8192
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -33,72 +24,39 @@ def schedule_kernel(
     SORT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Entry `program` of every sequence that has so many; before the entries, how many there are.
+    """Write item `program` of every sequence that has that many; before the items, their number.
 
-    A sequence has one for each tile of ROWS queries, or with `PAIRED` for two of them.
+    A program holds the lengths of all sequences, padded to BLOCK, in registers. A sequence has one
+    item for each tile of ROWS queries, or, with `PAIRED`, for two of them.
     """
     unit = tl.program_id(0)
-    b = tl.arange(0, BLOCK)
-    there = b < sequences
-    first_q = tl.load(cu_q + b, mask=there, other=0)
-    first_k = tl.load(cu_k + b, mask=there, other=0)
-    n_q = tl.load(cu_q + b + 1, mask=there, other=0) - first_q
-    n_k = tl.load(cu_k + b + 1, mask=there, other=0) - first_k
+    b = tl.arange(0, BLOCK)  # [BLOCK], as all tensors here
+    exists = b < sequences
+    first_q = tl.load(cu_q + b, mask=exists, other=0)
+    first_k = tl.load(cu_k + b, mask=exists, other=0)
+    n_q = tl.load(cu_q + b + 1, mask=exists, other=0) - first_q
+    n_k = tl.load(cu_k + b + 1, mask=exists, other=0) - first_k
     count = tl.cdiv(n_q, ROWS)
     if PAIRED:
         count = tl.cdiv(count, 2)
-    # A sequence longer than was said has no room for the rest.
+    # The list has no room for more rows than `max_q` promised.
     count = tl.minimum(count, tl.num_programs(0))
     if SORT:
         before = (n_k[None, :] > n_k[:, None]) | (
             (n_k[None, :] == n_k[:, None]) & (b[None, :] < b[:, None])
-        )
+        )  # [BLOCK, BLOCK]
         start = tl.sum(tl.where(before, count[None, :], 0), 1)
     else:
         start = tl.cumsum(count, 0) - count
     total = tl.sum(count, 0)
     if unit == 0:
         tl.store(work, total)
-    # Without any entry the first is one of no rows: programs look before they know.
-    own = (unit < count) | ((total == 0) & (b == 0))
-    entry = work + 1 + (start + unit) * FIELDS
-    tl.store(entry, start, mask=own)
-    tl.store(entry + 1, tl.maximum(count, 1), mask=own)
-    tl.store(entry + 2, first_q, mask=own)
-    tl.store(entry + 3, first_k, mask=own)
-    tl.store(entry + 4, n_q, mask=own)
-    tl.store(entry + 5, n_k, mask=own)
-
-
-class Size(NamedTuple):
-    """Of a list: entries of the longest sequence, and of all sequences at most."""
-
-    longest: int
-    most: int
-
-
-def size(tokens: int, sequences: int, max_q: int, rows: int, *, paired: bool) -> Size:
-    """Of the work on so many queries, in tiles of so many rows or in pairs of them."""
-    rows = 2 * rows if paired else rows
-    longest = triton.cdiv(max_q, rows)
-    return Size(longest, min(sequences * longest, tokens // rows + sequences))
-
-
-def schedule(cu_q: Tensor, cu_k: Tensor, room: Size, rows: int, *, paired: bool) -> Tensor:
-    """The list, int32: the number of entries, then `FIELDS` for each of them."""
-    sequences = cu_q.shape[0] - 1
-    work = torch.empty(1 + FIELDS.value * room.most, dtype=torch.int32, device=cu_q.device)
-    key = signature(("schedule", rows, paired), (cu_q, cu_k))
-    launch = LAUNCHES.get(key)
-    if launch is None:
-        switches = {
-            "ROWS": rows,
-            "PAIRED": paired,
-            "SORT": sequences <= _SORTED,
-            "BLOCK": triton.next_power_of_2(sequences),
-            "num_warps": 4,
-        }
-        launch = Prepared(schedule_kernel, switches)
-        remember(key, launch)
-    launch(room.longest, [cu_q, cu_k, work, sequences])
-    return work
+    # An empty list begins with an item of no rows: consumers load an item before they compare.
+    selected = (unit < count) | ((total == 0) & (b == 0))
+    item = work + 1 + (start + unit) * FIELDS
+    tl.store(item, start, mask=selected)
+    tl.store(item + 1, tl.maximum(count, 1), mask=selected)
+    tl.store(item + 2, first_q, mask=selected)
+    tl.store(item + 3, first_k, mask=selected)
+    tl.store(item + 4, n_q, mask=selected)
+    tl.store(item + 5, n_k, mask=selected)

@@ -1,18 +1,18 @@
-"""What the backward kernels need of a row, and passes that bring it: factors, terms, products."""
+"""Row factors and row terms of the backward pass, and kernels that compute them for all rows."""
 
 import triton
 import triton.language as tl
 
+from reluformer.ops.backends.triton.portable.arguments import LENGTH_DEPENDENT, RowValues
 from reluformer.ops.backends.triton.portable.device import (
     BLOCK,
-    LENGTH_DEPENDENT,
     LN2,
     entropy_wanted,
+    load_sequence,
     load_tile,
     padded_rows,
     row_factor,
     row_places,
-    sequence,
     store_tile,
     visible_count,
 )
@@ -20,56 +20,46 @@ from reluformer.ops.backends.triton.portable.device import (
 
 @triton.jit
 def row_terms(
-    stats,
+    places,
     rows,
-    n_q,
     position,
-    end,
-    window,
-    count,
-    grad_sum,
-    grad_log,
-    row_sum,
-    row_dot,
-    wanted,
-    unit,
-    gamma,
+    seq,
     h,
-    length_exponent,
-    epsilon,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    POWER: tl.constexpr,
-    GRADS: tl.constexpr,
+    window,
+    values,
+    wanted,
+    gamma,
+    numbers,
+    SUM_GRADS: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows.
 
-    Without their sums of w log w `wanted`, what arrives at those is nothing. With `DIVIDE` the
-    first is C_i / T_i and the others are times T_i; `row_dot` is O.dO, and `grad_sum` may be None.
+    Where sums of w log w are not `wanted`, their gradient counts as zero. With `ROW_NORMALISE` the
+    first result is C_i / T_i and the other two are multiplied by T_i; `values.row_dot` is dO.O, and
+    `values.grad_sum` may be None.
     """
-    if HAS_MASK:
-        n = tl.load(count + stats, mask=rows < n_q, other=0.0)
+    if CONFIG.HAS_MASK:
+        n = tl.load(values.count + places, mask=rows < seq.n_q, other=0.0)
     else:
-        n = visible_count(position, end, window, CAUSAL, WINDOW)
-    factor = row_factor(n, unit, gamma, h, length_exponent, HAS_GAMMA)
+        n = visible_count(position, seq.end, window, CONFIG)
+    factor = row_factor(n, gamma, h, numbers, CONFIG)
     constant = tl.zeros_like(factor)
     slope = tl.zeros_like(factor)
-    if GRADS >= 1 and grad_sum is not None:
-        constant = tl.load(grad_sum + stats, mask=rows < n_q, other=0.0)
-    if GRADS == 2:
-        e = tl.load(grad_log + stats, mask=(rows < n_q) & wanted, other=0.0)
+    if SUM_GRADS >= 1 and values.grad_sum is not None:
+        constant = tl.load(values.grad_sum + places, mask=rows < seq.n_q, other=0.0)
+    if SUM_GRADS == 2:
+        # d(w log w) = (log w + 1) dw with log w = log C_i + p log x.
+        e = tl.load(values.grad_log + places, mask=(rows < seq.n_q) & wanted, other=0.0)
         constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
-        slope = e * (POWER * LN2)
-    if DIVIDE:
-        total = tl.load(row_sum + stats, mask=rows < n_q, other=0.0) + epsilon
+        slope = e * (CONFIG.POWER * LN2)
+    if CONFIG.ROW_NORMALISE:
+        total = tl.load(values.row_sum + places, mask=rows < seq.n_q, other=0.0) + numbers.epsilon
         factor /= total
         slope *= total
-        if GRADS >= 1:
+        if SUM_GRADS >= 1:
             constant *= total
-            constant -= tl.load(row_dot + stats, mask=rows < n_q, other=0.0)
+            constant -= tl.load(values.row_dot + places, mask=rows < seq.n_q, other=0.0)
     return factor, constant, slope
 
 
@@ -81,62 +71,47 @@ def row_terms_kernel(
     count,
     row_sum,
     row_dot,
-    gamma,
-    lengths,
-    cu_q,
-    cu_k,
-    stride_sb,
-    stride_sh,
-    stride_st,
+    optional,
+    row_stride_b,
+    row_stride_h,
+    row_stride_t,
     heads,
     q_length,
     k_length,
     window,
-    unit,
-    length_exponent,
-    epsilon,
-    POWER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    GRADS: tl.constexpr,
-    EVERY: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
+    numbers,
+    CONFIG: tl.constexpr,
 ):
-    """The constant and the slope of `row_terms` for every row, times C_i with `ROW_SCALE`.
+    """Constant and slope of `row_terms` for BLOCK rows of one head, all in registers.
 
-    Above power 2 the slope is that of log2 x^(p-1), which the loop over queries keeps instead of x.
-    `terms` is [sequences, H, GRADS, `padded_rows`], for dense and packed calls alike.
+    With `GRAD_SCALED` both are multiplied by C_i. Above power 2 the slope is that of log2 x^(p-1),
+    which `dkv_kernel` keeps instead of x. `terms` is [sequences, H, SUM_GRADS, padded rows], for
+    dense and packed calls.
     """
     tiles = tl.cdiv(q_length, BLOCK)
     bh = tl.program_id(0) // tiles
     b = bh // heads
     h = bh % heads
-    batch, first_q, first_k, n_q, n_k, end = sequence(
-        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
-    )
+    seq = load_sequence(b, optional, q_length, k_length, CONFIG)
     tile = tl.program_id(0) % tiles
-    rows = tile * BLOCK + tl.arange(0, BLOCK)
-    stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
+    rows = tile * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    places = row_places(seq.batch, h, seq.first_q + rows, row_stride_b, row_stride_h, row_stride_t)
     factor, constant, slope = row_terms(
-        stats, rows, n_q, rows + n_k - n_q, end, window, count, grad_sum, grad_log,
-        row_sum, row_dot, entropy_wanted(tile * BLOCK, h, b, EVERY), unit, gamma, h,
-        length_exponent, epsilon, CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, POWER, GRADS,
-    )  # fmt: skip
-    if ROW_SCALE:
+        places, rows, rows + seq.n_k - seq.n_q, seq, h, window,
+        RowValues(count, row_sum, row_dot, grad_sum, grad_log),
+        entropy_wanted(tile * BLOCK, h, b, CONFIG), optional.gamma, numbers, CONFIG.SUM_GRADS,
+        CONFIG,
+    )  # fmt: skip  # [BLOCK] each
+    if CONFIG.GRAD_SCALED:
         constant *= factor
         slope *= factor
-    if POWER > 2:
-        slope *= 1.0 / (POWER - 1)
+    if CONFIG.POWER > 2:
+        slope *= 1.0 / (CONFIG.POWER - 1)
     padded = padded_rows(q_length)
-    places = terms + bh.to(tl.int64) * (GRADS * padded) + rows
-    tl.store(places, constant)
-    if GRADS == 2:
-        tl.store(places + padded, slope)
+    targets = terms + bh.to(tl.int64) * (CONFIG.SUM_GRADS * padded) + rows
+    tl.store(targets, constant)
+    if CONFIG.SUM_GRADS == 2:
+        tl.store(targets + padded, slope)
 
 
 @triton.jit(do_not_specialize=LENGTH_DEPENDENT)
@@ -147,74 +122,54 @@ def scale_rows_kernel(
     row_dot,
     count,
     row_sum,
-    gamma,
-    lengths,
-    cu_q,
-    cu_k,
-    stride_gb,
-    stride_gh,
-    stride_gt,
-    stride_db,
-    stride_dh,
-    stride_dt,
-    stride_ob,
-    stride_oh,
-    stride_ot,
-    stride_sb,
-    stride_sh,
-    stride_st,
+    optional,
+    grad_strides,
+    scaled_strides,
+    out_strides,
+    row_stride_b,
+    row_stride_h,
+    row_stride_t,
     heads,
     q_length,
     k_length,
     window,
-    unit,
-    length_exponent,
-    epsilon,
-    ROWS: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    COPY: tl.constexpr,
-    ROW_DOT: tl.constexpr,
+    numbers,
+    CONFIG: tl.constexpr,
 ):
-    """With `COPY` scaled = grad_out times C_i (`DIVIDE`: C_i / T_i); with `ROW_DOT` out.grad_out
-    per row."""
-    tiles = tl.cdiv(q_length, ROWS)
-    row = tl.program_id(0) % tiles * ROWS
+    """One pass over BLOCK_M rows of the output gradient of one head, without a loop.
+
+    With `SCALE_GRAD`, scaled = grad_out * C_i (with `ROW_NORMALISE` C_i / T_i). With `ROW_DOT`, the
+    product dO.O of each row is stored. Both tiles [BLOCK_M, DV] are in registers.
+    """
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    row = tl.program_id(0) % tiles * BLOCK_M
     bh = tl.program_id(0) // tiles
     b = bh // heads
     h = bh % heads
-    batch, first_q, first_k, n_q, n_k, end = sequence(
-        b, cu_q, cu_k, lengths, q_length, k_length, VARLEN, HAS_LENGTHS
-    )
-    if VARLEN:  # noqa: SIM102 (the outer test is compiled away)
-        if row >= n_q:
+    seq = load_sequence(b, optional, q_length, k_length, CONFIG)
+    if CONFIG.PACKED:  # noqa: SIM102 (the outer test is compiled away)
+        if row >= seq.n_q:
             return
-    rows = row + tl.arange(0, ROWS)
-    stats = row_places(batch, h, first_q + rows, stride_sb, stride_sh, stride_st)
+    limit = seq.first_q + seq.n_q
+    rows = row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    places = row_places(seq.batch, h, seq.first_q + rows, row_stride_b, row_stride_h, row_stride_t)
     g_tile = load_tile(
-        grad_out, batch, h, first_q + row, stride_gb, stride_gh, stride_gt, first_q + n_q,
-        ROWS, DV_PAD, DV, False, True,
-    ).to(tl.float32)  # fmt: skip
-    if COPY:
+        grad_out, seq.batch, h, seq.first_q + row, grad_strides, limit,
+        BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False, True,
+    ).to(tl.float32)  # fmt: skip  # [BLOCK_M, DV_PAD]
+    if CONFIG.SCALE_GRAD:
         factor, _, _ = row_terms(
-            stats, rows, n_q, rows + n_k - n_q, end, window, count, count, count, row_sum,
-            count, True, unit, gamma, h, length_exponent, epsilon,
-            CAUSAL, WINDOW, HAS_MASK, HAS_GAMMA, DIVIDE, 1, 0,
-        )  # fmt: skip
+            places, rows, rows + seq.n_k - seq.n_q, seq, h, window,
+            RowValues(count, row_sum, None, None, None), True, optional.gamma, numbers, 0, CONFIG,
+        )  # fmt: skip  # [BLOCK_M]
         store_tile(
-            scaled, (g_tile * factor[:, None]).to(scaled.dtype.element_ty), batch, h,
-            first_q + row, stride_db, stride_dh, stride_dt, first_q + n_q, ROWS, DV_PAD, DV, False,
+            scaled, (g_tile * factor[:, None]).to(scaled.dtype.element_ty), seq.batch, h,
+            seq.first_q + row, scaled_strides, limit, BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False,
         )  # fmt: skip
-    if ROW_DOT:
+    if CONFIG.ROW_DOT:
         o_tile = load_tile(
-            out, batch, h, first_q + row, stride_ob, stride_oh, stride_ot, first_q + n_q,
-            ROWS, DV_PAD, DV, False, True,
-        ).to(tl.float32)  # fmt: skip
-        tl.store(row_dot + stats, tl.sum(o_tile * g_tile, 1), mask=rows < n_q)
+            out, seq.batch, h, seq.first_q + row, out_strides, limit,
+            BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False, True,
+        ).to(tl.float32)  # fmt: skip  # [BLOCK_M, DV_PAD]
+        tl.store(row_dot + places, tl.sum(o_tile * g_tile, 1), mask=rows < seq.n_q)

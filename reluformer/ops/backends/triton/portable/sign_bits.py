@@ -1,11 +1,12 @@
-"""Signs of weights, a bit each, that `keys_kernel` leaves to `queries_kernel`.
+"""Signs of the weights, one bit each, which `dkv_kernel` stores for `dq_kernel`.
 
-A block of 64 queries and 64 keys is 512 bytes on end. Query 8 j + c and key 16 w + 8 i + r have
-bit 8 i + j of the 16-bit word at [c, r // 2, w, r % 2]. In the layout of a product's result
-(neighbours of a row in a register, then rows 8 apart, then columns 8, 16, 32 apart) a thread whose
-rows are keys has all bits of the words it has any of: it makes them without exchange. A thread
-whose rows are queries has two of every j, all of i and w and a pair of r, so it finds what it needs
-in 16 bytes, and its pair of keys in the halves of one 32-bit word, 16 bits apart.
+A block of 64 queries and 64 keys takes 512 contiguous bytes. The pair of query 8 j + c and key
+16 w + 8 i + r is bit 8 i + j of the 16-bit word at [c, r // 2, w, r % 2]. This order follows the
+register layout of a matrix product (two neighbours of a row in one register, then rows 8 apart,
+then columns 8, 16, 32 apart). In `dkv_kernel`, rows are keys: a thread holds all bits of each of
+its words and needs no exchange with other threads. In `dq_kernel`, rows are queries: the bits that
+a thread needs are in 16 contiguous bytes, and its pair of keys is in the two halves of a 32-bit
+word.
 """
 
 import triton
@@ -13,30 +14,32 @@ import triton.language as tl
 
 from reluformer.ops.backends.triton.portable.device import BLOCK, halves
 
-# Queries and keys of a block, its words and pairs of words, and keys of the largest tile. Readers
-# run ahead of their tile by up to `SLACK` blocks, so that many follow the last.
+# Queries and keys of a block.
 SIDE = tl.constexpr(64)
+# 16-bit words and 32-bit pairs of words in a block.
 WORDS = tl.constexpr(256)
 PAIRS = tl.constexpr(128)
+# Largest number of keys in a tile.
 WIDEST = tl.constexpr(128)
+# Blocks allocated after the last one: readers prefetch up to this many blocks ahead.
 SLACK = 8
 
 
 @triton.jit
 def key_blocks(k_length):
-    """Blocks of a line of them: whole tiles of keys, so that a tile needs no mask."""
+    """Blocks along the keys, rounded up to the widest tile so that no tile needs a mask."""
     return tl.cdiv(k_length, WIDEST) * (WIDEST // SIDE)
 
 
 @triton.jit
 def head_blocks(q_length, k_length):
-    """Blocks of a head: whole tiles of queries and keys."""
+    """Blocks of one head, rounded up to whole tiles of queries and keys."""
     return tl.cdiv(q_length, BLOCK) * (BLOCK // SIDE) * key_blocks(k_length)
 
 
 @triton.jit
 def positive(packed):
-    """All ones where a bfloat16 is positive, else 0, two at once: int16."""
+    """int16 with all bits set where a bfloat16 value is positive, else 0; two values at once."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 zero; mov.b32 zero, 0; set.gt.u32.bf16x2 $0, $1, zero; }",
         "=r,r", [packed], tl.int16, is_pure=True, pack=2,
@@ -45,9 +48,9 @@ def positive(packed):
 
 @triton.jit
 def gated(grad, gates):
-    """`grad` in bfloat16 where `gates` are ones, 0 where they are 0, two values at once.
+    """`grad` in bfloat16 where `gates` has ones, else 0; two values at once.
 
-    No score need be kept until its gradient arrives.
+    The gates replace the float32 scores, which need not stay in registers until here.
     """
     return tl.inline_asm_elementwise(
         "{ cvt.rn.bf16x2.f32 $0, $2, $1; and.b32 $0, $0, $3; }",
@@ -56,19 +59,19 @@ def gated(grad, gates):
 
 
 @triton.jit
-def gate_words(gates, KEYS: tl.constexpr, QUERIES: tl.constexpr):
-    """`sign_words` of `positive` weights [KEYS, QUERIES]: a bit is taken of every gate."""
-    lines: tl.constexpr = KEYS * (QUERIES // SIDE)
+def gate_words(gates, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """`sign_words` from gates [BLOCK_N, BLOCK_M] of `positive`, by merging their bits."""
+    lines: tl.constexpr = BLOCK_N * (BLOCK_M // SIDE)
     words = _merged(gates.reshape(lines, SIDE), "0x0f0f0f0f", lines, SIDE)
     words = _merged(words, "0x33333333", lines, SIDE // 2)
     words = _merged(words, "0x55555555", lines, SIDE // 4)
-    words = words.reshape(KEYS // 16, 2 * QUERIES)
-    return _merged(words, "0x00ff00ff", KEYS // 16, 2 * QUERIES)
+    words = words.reshape(BLOCK_N // 16, 2 * BLOCK_M)
+    return _merged(words, "0x00ff00ff", BLOCK_N // 16, 2 * BLOCK_M)
 
 
 @triton.jit
 def _merged(x, ONES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Bits of the left half of int16 [ROWS, COLS] where the mask has ones, else of the right."""
+    """Bits of the left half of int16 [ROWS, COLS] where `ONES` has ones, else of the right half."""
     left, right = halves(x, ROWS, COLS)
     # 0xe4 is (first & third) | (second & ~third).
     return tl.inline_asm_elementwise(
@@ -78,31 +81,38 @@ def _merged(x, ONES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def sign_words(x, KEYS: tl.constexpr, QUERIES: tl.constexpr):
-    """Which of x [KEYS, QUERIES] are positive: words, int16 [KEYS / 16 (w), QUERIES].
+def sign_words(x, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Words of the signs of x [BLOCK_N, BLOCK_M]: int16 [BLOCK_N / 16 (w), BLOCK_M].
 
     Columns are (r, block, c).
     """
-    bits = (x > 0).to(tl.int32).reshape(KEYS // 16, 2, 8, QUERIES // SIDE, 8, 8)
+    bits = (x > 0).to(tl.int32).reshape(BLOCK_N // 16, 2, 8, BLOCK_M // SIDE, 8, 8)
     bits = tl.sum(bits << tl.arange(0, 8)[None, None, None, None, :, None], 4)
     words = tl.sum(bits << (8 * tl.arange(0, 2))[None, :, None, None, None], 1)
-    return words.reshape(KEYS // 16, QUERIES).to(tl.int16)
+    return words.reshape(BLOCK_N // 16, BLOCK_M).to(tl.int16)
 
 
 @triton.jit
 def store_signs(
-    signs, words, row, col, k_length, KEYS: tl.constexpr, QUERIES: tl.constexpr, PTX: tl.constexpr
+    signs,
+    words,
+    row,
+    col,
+    k_length,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """Write words of a tile of one head, at query `row` and key `col`; `signs` are int16."""
+    """Store the words of a tile of one head at query `row` and key `col`; `signs` is int16."""
     line = key_blocks(k_length)
     block = row // SIDE * line.to(tl.int64) + col // SIDE
-    w = tl.arange(0, KEYS // 16)[:, None]
-    at = tl.arange(0, QUERIES)[None, :]
-    r, g, c = at // (QUERIES // 8), at // 8 % (QUERIES // SIDE), at % 8
+    w = tl.arange(0, BLOCK_N // 16)[:, None]
+    at = tl.arange(0, BLOCK_M)[None, :]
+    r, g, c = at // (BLOCK_M // 8), at // 8 % (BLOCK_M // SIDE), at % 8
     places = (g * line + w // 4) * WORDS + c * 32 + r // 2 * 8 + w % 4 * 2 + r % 2
     pointers = signs + block * WORDS + places
     if PTX:
-        # From the registers they are in: for `tl.store` threads would exchange words first.
+        # Store from the registers that hold the words; `tl.store` would exchange them first.
         tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
@@ -119,30 +129,31 @@ def store_signs(
 
 
 @triton.jit
-def sign_quarters(signs, row, col, k_length, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Where pairs of words of a tile of one head lie, by four; `signs` are int32 here.
+def sign_quarters(signs, row, col, k_length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to groups of four pairs of words of a tile of one head; `signs` is int32.
 
-    [block, c, block, r // 2]; the next tile of keys is `2 * KEYS` further.
+    Their shape is [block, c, block, r // 2]. The next key tile is `2 * BLOCK_N` further.
     """
     line = key_blocks(k_length)
     block = row // SIDE * line.to(tl.int64) + col // SIDE
-    blocks = tl.arange(0, QUERIES // SIDE)[:, None] * line + tl.arange(0, KEYS // SIDE)[None, :]
+    blocks = tl.arange(0, BLOCK_M // SIDE)[:, None] * line + tl.arange(0, BLOCK_N // SIDE)[None, :]
     quarters = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 4)[None, :] * 4
     places = blocks[:, None, :, None] * PAIRS + quarters[None, :, None, :]
     return signs + block * PAIRS + places
 
 
 @triton.jit
-def load_signs(pointers, QUERIES: tl.constexpr, KEYS: tl.constexpr, PTX: tl.constexpr):
-    """Pairs of words of a tile, from `sign_quarters`.
+def load_signs(pointers, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PTX: tl.constexpr):
+    """Pairs of words of a tile, loaded from the pointers of `sign_quarters`.
 
-    Shaped to broadcast with [block, j, c, block, w, i, r // 2, r % 2], which is [QUERIES, KEYS].
+    They broadcast with [block, j, c, block, w, i, r // 2, r % 2], the dimensions of
+    [BLOCK_M, BLOCK_N].
     """
-    GROUPS: tl.constexpr = QUERIES // SIDE
-    BLOCKS: tl.constexpr = KEYS // SIDE
+    GROUPS: tl.constexpr = BLOCK_M // SIDE
+    BLOCKS: tl.constexpr = BLOCK_N // SIDE
     if PTX:
-        # All that a thread needs, into the registers where it needs it: through shared memory
-        # takes more instructions. Words of later tiles are called from memory meanwhile.
+        # Load 16 bytes per thread straight into the registers that need them, which takes fewer
+        # instructions than through shared memory, and prefetch the words of later tiles.
         first, second, third, fourth = tl.inline_asm_elementwise(
             """{
             ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
@@ -160,24 +171,24 @@ def load_signs(pointers, QUERIES: tl.constexpr, KEYS: tl.constexpr, PTX: tl.cons
 
 
 @triton.jit
-def sign_bits(words, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Whether the weights of a tile were positive, [QUERIES, KEYS], from `load_signs`."""
+def sign_bits(words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether each weight of a tile is positive, [BLOCK_M, BLOCK_N], from `load_signs`."""
     j = tl.arange(0, 8)[None, :, None, None, None, None, None, None]
     i = tl.arange(0, 2)[None, None, None, None, None, :, None, None]
     odd = tl.arange(0, 2)[None, None, None, None, None, None, None, :]
-    return ((words >> (16 * odd + 8 * i + j)) & 1).reshape(QUERIES, KEYS) != 0
+    return ((words >> (16 * odd + 8 * i + j)) & 1).reshape(BLOCK_M, BLOCK_N) != 0
 
 
 @triton.jit
-def sign_gated(grad, words, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """`grad` in bfloat16 where `sign_bits`, else 0, two values at once.
+def sign_gated(grad, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`grad` in bfloat16 where `sign_bits` is true, else 0; two values at once.
 
-    Bit 16 (r % 2) + 8 i + j moves to the end of its byte, from where a permutation of bytes can
-    spread it (8 plus the number of a byte chooses copies of its sign, numbers from 4 on are those
-    of the second word). Which bytes are constants of the program, so that one instruction is left.
+    Bit 16 (r % 2) + 8 i + j is shifted to the top of its byte. `prmt` then spreads it over two
+    bytes: selector 8 + n copies the sign of byte n, and bytes 4 to 7 are those of the second word.
+    The selectors are compile-time constants, so one instruction is left.
     """
-    GROUPS: tl.constexpr = QUERIES // SIDE
-    BLOCKS: tl.constexpr = KEYS // SIDE
+    GROUPS: tl.constexpr = BLOCK_M // SIDE
+    BLOCKS: tl.constexpr = BLOCK_N // SIDE
     j = tl.arange(0, 8)[None, :, None, None, None, None, None, None]
     i = tl.arange(0, 2)[None, None, None, None, None, :, None, None]
     odd = tl.arange(0, 2)[None, None, None, None, None, None, None, :]
@@ -194,6 +205,6 @@ def sign_gated(grad, words, QUERIES: tl.constexpr, KEYS: tl.constexpr):
         and.b32 $0, $0, gate;
         }""",
         "=r,r,r,r,r,r,r",
-        [grad, ends.reshape(QUERIES, KEYS), twice.reshape(QUERIES, KEYS)],
+        [grad, ends.reshape(BLOCK_M, BLOCK_N), twice.reshape(BLOCK_M, BLOCK_N)],
         tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from reluformer import relu_attention
 from reluformer.ops import stats
 from reluformer.ops.backends.triton import launch, op, tuning
 from reluformer.ops.backends.triton.hopper.launch_forward import SpecialisedLaunch
-from reluformer.ops.backends.triton.portable import packed_schedule
+from reluformer.ops.backends.triton.run_packed import work_list, work_list_size
 from reluformer.ops.call import Call, Packing
 from reluformer.ops.rule import Rectified
 from reluformer.ops.visibility import Visibility
@@ -152,9 +152,9 @@ def test_packed_sequences_keep_to_themselves(
     out = torch.full_like(q, 7.0)
     row_sum = torch.full((q.shape[2], heads), 7.0)
     longest = max(1, *(each for each, _ in lengths))
-    room = packed_schedule.size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
+    room = work_list_size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
     cu = (torch.tensor(each) for each in (ends_q, ends_k))
-    work = packed_schedule.schedule(*cu, room, 2 * ROWS, paired=causal)
+    work = work_list(*cu, room, 2 * ROWS, paired=causal)
     gluon_emulator.launch(
         SOURCE["specialised_kernel"], programs, gluon_emulator.Descriptor(q, ROWS),
         gluon_emulator.Descriptor(k, KEYS), gluon_emulator.Descriptor(v, KEYS),

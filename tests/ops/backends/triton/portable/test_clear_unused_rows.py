@@ -1,10 +1,9 @@
-"""Results of packed calls are zero in the rows of no sequence, and untouched by that elsewhere."""
+"""Outputs of packed calls: rows of no sequence are zero, other rows are not touched."""
 
 import pytest
 import torch
 
-from reluformer.ops.backends.triton import layout
-from reluformer.ops.backends.triton.portable import clear_unused_rows
+from reluformer.ops.backends.triton import layout, run_packed
 
 GPU = torch.cuda.is_available()
 on_cpu = pytest.mark.skipif(GPU, reason="the interpreter is off")
@@ -24,15 +23,15 @@ def test_rows_of_no_sequence_are_zero(
     if rows_first:
         like = torch.empty(1, tokens, heads, width, device=device).transpose(1, 2)
     monkeypatch.setattr(
-        clear_unused_rows,
+        run_packed,
         "empty_heads",
         lambda *args: layout.empty_heads(*args).fill_(float("nan")),
     )
     cu = torch.tensor(ends, dtype=torch.int32, device=device)
-    made = clear_unused_rows.packed_heads(like, 20, cu)
-    assert made.shape == (1, heads, tokens, 20) and (made.stride(1) < made.stride(2)) == rows_first
+    out = run_packed.empty_packed_heads(like, 20, cu)
+    assert out.shape == (1, heads, tokens, 20) and (out.stride(1) < out.stride(2)) == rows_first
     at = torch.arange(tokens, device=device)
     outside = (at < ends[0]) | (at >= ends[-1])
-    assert (made[:, :, outside] == 0).all()
-    assert made[:, :, ~outside].isnan().all()
-    assert clear_unused_rows.packed_heads(like, 20, None).isnan().all()
+    assert (out[:, :, outside] == 0).all()
+    assert out[:, :, ~outside].isnan().all()
+    assert run_packed.empty_packed_heads(like, 20, None).isnan().all()

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from reluformer import PagedCache, ReLUFormer, decode_attention, relu_attention
-from reluformer.ops.backends.triton import launch, op, run_decode, run_forward, tuning
+from reluformer.ops.backends.triton import launch, op, run_decode, tuning
+from reluformer.ops.backends.triton.operators import flatten
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from reluformer.ops.backends.triton.tuning import Tile
 from reluformer.translation.search import SearchConfig, search
 from tests.model.factory import small
@@ -87,10 +87,10 @@ def results(given: Arguments, tile: Tile) -> list[Tensor]:
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in given.options.items()
     }
-    launch.LAUNCHES.clear()
+    launch.SIZED_LAUNCHES.clear()
     with tuning.override({"decode": tile}):
         found = run_kernel(op.attend, q, k, v, options)
-    assert {key[0] for key in launch.LAUNCHES} == {"decode", "combine"}
+    assert {key[0] for key in launch.SIZED_LAUNCHES} == {"decode", "combine"}
     return [each for each in found if each is not None]
 
 
@@ -118,30 +118,26 @@ def test_float16() -> None:
 def test_gradients_pass_through(mask: tuple[int, ...] | None, row_normalise: float | None) -> None:
     case = Case("gradients", queries=3, mask=mask, gamma=True, threshold=(0.1, -0.1))
     case = replace(case, statistics=int(row_normalise is None), row_normalise=row_normalise)
-    with tuning.override(
-        {"decode": SPLIT, **dict.fromkeys(("keys", "queries"), Tile(16, 16, 4, 1))}
-    ):
+    with tuning.override({"decode": SPLIT, **dict.fromkeys(("dkv", "dq"), Tile(16, 16, 4, 1))}):
         check(op.attend, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
 
 
 def test_what_is_asked_for_decides_which_kernel_runs() -> None:
     x = torch.zeros(1, 2, 16, 16)
 
-    def problem(q: Tensor, dropout_p: float = 0.0, cu: Tensor | None = None) -> run_forward.Problem:
-        return run_forward.Problem(
-            q, x, x, None, None, None, None, cu, cu, None, 1.0, 1.0, 0.0, 0.5, 1, False, 0,
-            dropout_p, q.shape[2], 16,
-        )  # fmt: skip
+    def problem(q: Tensor, dropout_p: float = 0.0, cu: Tensor | None = None) -> Problem:
+        settings = Settings(1.0, q.shape[2], 16, dropout_p=dropout_p)
+        return Problem(q, x, x, NO_INPUTS._replace(cu_q=cu, cu_k=cu), settings)
 
-    assert run_decode.suits(problem(x))
-    assert not run_decode.suits(problem(torch.zeros(1, 2, 17, 16)))
-    assert not run_decode.suits(problem(x, dropout_p=0.1))
-    assert not run_decode.suits(problem(x, cu=torch.tensor([0, 16])))
+    assert run_decode.should_use(problem(x))
+    assert not run_decode.should_use(problem(torch.zeros(1, 2, 17, 16)))
+    assert not run_decode.should_use(problem(x, dropout_p=0.1))
+    assert not run_decode.should_use(problem(x, cu=torch.tensor([0, 16])))
 
 
 @on_cpu
 def test_a_growing_cache_prepares_nothing_twice() -> None:
-    launch.LAUNCHES.clear()
+    launch.SIZED_LAUNCHES.clear()
     keys = torch.randn(1, 2, 128, 16)
     with tuning.override({"decode": SPLIT}):
         for length in (3, 16, 33, 127):
@@ -149,7 +145,7 @@ def test_a_growing_cache_prepares_nothing_twice() -> None:
             mask = torch.ones(1, 1, 1, length, dtype=torch.bool)
             out = relu_attention(q, k, k, mask=mask, impl="triton")
             torch.testing.assert_close(out, relu_attention(q, k, k, impl="reference"))
-    assert len(launch.LAUNCHES) == 2
+    assert len(launch.SIZED_LAUNCHES) == 2
 
 
 @on_cpu
@@ -170,13 +166,13 @@ def test_models_decode_with_it(options: dict[str, float]) -> None:
                 attention_options=options,
             )  # fmt: skip
         ).eval()
-        launch.LAUNCHES.clear()
+        launch.SIZED_LAUNCHES.clear()
         with tuning.override({"decode": SPLIT}):
             found.append(search(model, [[5, 6, 7]], SearchConfig(beam=3, max_extra=1)))
     for one, other in zip(*found, strict=True):
         assert one.tokens == other.tokens
         assert one.score == pytest.approx(other.score, abs=1e-5)
-    assert {key[0] for key in launch.LAUNCHES} == {"decode", "combine"}
+    assert {key[0] for key in launch.SIZED_LAUNCHES} == {"decode", "combine"}
 
 
 def zero_rows(given: Arguments) -> Tensor:
@@ -237,31 +233,20 @@ def cache_of(
     return cache
 
 
-def without_bounds(cache: PagedCache, q: Tensor, **options: Any) -> Tensor:
-    """The kernel's output when it reads every page and every value."""
-    bounds = cache.key_min, cache.key_max
-    cache.key_min = cache.key_max = None
-    # The same tiles as with bounds, which never hold several pages.
-    with tuning.override({"decode": Tile(16, 16, 4, 1, skip=False)}):
-        out = decode_attention(q, cache, impl="triton", **options)
-    cache.key_min, cache.key_max = bounds
-    return out
-
-
 @on_cpu
 @pytest.mark.parametrize(
-    ("page_size", "bounds", "rows", "causal", "tile"),
+    ("page_size", "rows", "causal", "tile"),
     [
-        (16, False, 1, True, SPLIT),
+        (16, 1, True, SPLIT),
         # A tile of several pages, and a page of several tiles.
-        (16, False, 3, True, Tile(16, 64, 4, 1, programs=8)),
-        (32, False, 3, False, SPLIT),
-        (16, True, 3, True, WHOLE),
-        (32, True, 2, False, SPLIT),
+        (16, 3, True, Tile(16, 64, 4, 1, programs=8)),
+        (32, 3, False, SPLIT),
+        (16, 3, True, WHOLE),
+        (32, 2, False, SPLIT),
     ],
 )
-def test_pages(page_size: int, bounds: bool, rows: int, causal: bool, tile: Tile) -> None:
-    cache = cache_of([70, 0, 2], page_size, bounds=bounds)
+def test_pages(page_size: int, rows: int, causal: bool, tile: Tile) -> None:
+    cache = cache_of([70, 0, 2], page_size)
     q = torch.randn(3, 4, rows, 16)
     options: dict[str, Any] = {
         "gamma": torch.rand(4) + 0.5, "threshold": torch.tensor([0.3, -0.2, 0.0, 0.5]),
@@ -275,67 +260,9 @@ def test_pages(page_size: int, bounds: bool, rows: int, causal: bool, tile: Tile
 
 
 @on_cpu
-def test_pages_without_weight_are_never_read() -> None:
-    cache = cache_of([120, 50], clusters=True, bounds=True)
-    q = torch.randn(2, 4, 1, 16)
-    options: dict[str, Any] = {"threshold": 0.5}
-    wanted = without_bounds(cache, q, **options)
-    assert cache.key_min is not None and cache.key_max is not None
-    low, high = (each[cache.table.long()] for each in (cache.key_min, cache.key_max))
-    # [B, pages, H]: the exact bound of each page, and what a group of two heads makes of it.
-    by_head = q[:, :, 0].unflatten(1, (2, 2))[:, None]
-    top = torch.maximum(by_head * low[:, :, :, None], by_head * high[:, :, :, None]).sum(-1) / 4
-    dead = (top < 0.5 - 1e-3).all(-1)
-    inside = torch.arange(cache.table.shape[1]) * 16 < cache.lengths[:, None]
-    hidden = dead & inside[..., None]
-    assert 0.2 < float(hidden.sum() / inside.sum() / 2) < 0.9
-    for pool in (cache.keys, cache.values):
-        for row, column, head in hidden.nonzero().tolist():
-            pool[cache.table[row, column], head] = NAN
-    with tuning.override({"decode": Tile(16, 16, 4, 1)}):
-        assert torch.equal(decode_attention(q, cache, impl="triton", **options), wanted)
-    # The poison works.
-    assert without_bounds(cache, q, **options).isnan().any()
-
-
-@on_cpu
-@settings(max_examples=4)
-@given(
-    st.integers(0, 1 << 30),
-    st.sampled_from([(torch.float32, 1), (torch.float32, 4), (torch.float16, 1)]),
-    st.sampled_from([1e-3, 1.0, 30.0]),
-    st.booleans(),
-)
-def test_leaving_pages_out_changes_no_bit(
-    seed: int, kind: tuple[torch.dtype, int], size: float, negative: bool
-) -> None:
-    """Pages of one key each, many times: bounds are scores, and thresholds lie exactly on them."""
-    dtype, power = kind
-    torch.manual_seed(seed)
-    cache = PagedCache(1, 1, 16, pages=6, page_size=16, bounds=True, dtype=dtype)
-    keys = (size * torch.randn(1, 1, 6, 16)).to(dtype)
-    values = torch.randn(1, 1, 90, 16).to(dtype)
-    cache.append(keys.repeat_interleave(16, dim=2)[:, :, :90], values)
-    q = torch.randn(1, 1, 1, 16).to(dtype)
-    scores = (q.float() @ keys.float().transpose(-2, -1)).flatten().sort().values * 0.25
-    threshold = float(scores[1 if negative else 3])
-    options: dict[str, Any] = {
-        "threshold": threshold, "scale": 0.25, "power": power,
-        "row_normalise": 0.01 if power == 4 else None,
-    }  # fmt: skip
-    with tuning.override({"decode": Tile(16, 16, 4, 1)}):
-        found = decode_attention(q, cache, impl="triton", **options)
-    assert found.any()
-    assert torch.equal(found, without_bounds(cache, q, **options))
-
-
-@on_cpu
-@pytest.mark.parametrize("bounds", [False, True])
-def test_append_stores_what_the_reference_stores(bounds: bool) -> None:
+def test_append_stores_what_the_reference_stores() -> None:
     def cache() -> PagedCache:
-        return PagedCache(
-            2, 1, 16, pages=6, page_size=16, value_width=32, max_length=70, bounds=bounds
-        )  # fmt: skip
+        return PagedCache(2, 1, 16, pages=6, page_size=16, value_width=32, max_length=70)
 
     found, wanted = cache(), cache()
     for counts in ([20, 3], [1, 0], [10, 33], [1, 1]):
@@ -347,28 +274,17 @@ def test_append_stores_what_the_reference_stores(bounds: bool) -> None:
     assert torch.equal(found.lengths, wanted.lengths)
     for one, other in zip(found.dense(), wanted.dense(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    if bounds:
-        assert found.key_min is not None and wanted.key_min is not None
-        assert found.key_max is not None and wanted.key_max is not None
-        pages = [
-            [found.table[0, :2], found.table[1, :3]],
-            [wanted.table[0, :2], wanted.table[1, :3]],
-        ]
-        for used, others in zip(*pages, strict=True):
-            for one, other in ((found.key_min, wanted.key_min), (found.key_max, wanted.key_max)):
-                torch.testing.assert_close(
-                    one[used.long()], other[others.long()], rtol=0, atol=0, equal_nan=True
-                )
 
 
 @on_cpu
 @pytest.mark.parametrize("row_normalise", [0.0, 0.1])
 def test_operator_for_pages_is_well_formed(row_normalise: float) -> None:
-    cache = cache_of([20, 7], bounds=True)
+    cache = cache_of([20, 7])
+    optional = NO_INPUTS._replace(gamma=torch.ones(4), key_lengths=cache.lengths)
+    settings = Settings(0.25, 2, 32, threshold_value=0.1, causal=True, row_normalise=row_normalise)
+    problem = Problem(torch.randn(2, 4, 2, 16), cache.keys, cache.values, optional, settings)
     torch.library.opcheck(
         torch.ops.reluformer.paged_attention.default,
-        (torch.randn(2, 4, 2, 16), cache.keys, cache.values, cache.table, cache.lengths,
-         cache.key_min, cache.key_max, torch.ones(4), None, 0.25, 1.0, 0.1, 0.5, 1, True,
-         row_normalise),
+        (*flatten(problem), cache.table),
         test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""Gradients of queries from the signs of the weights that the keys' kernel leaves, a bit each."""
+"""dQ from the signs of the weights, which the kernel for dK and dV stores, one bit each."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reluformer.ops.backends.triton import backward_choice, op, run_backward, tuning
-from reluformer.ops.backends.triton.plan import Problem
+from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from reluformer.ops.backends.triton.tuning import Tile
+from tests.ops.backends.triton.problems import with_changes
 from tests.ops.rectified import Case, arguments, check, found
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
@@ -39,8 +40,8 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, queries = ((64, 128), (128, 64), (64, 64))[at % 3]
     small: dict[tuning.Kernel, Tile] = {
         "forward": Tile(16, 32, 4, 1),
-        "keys": Tile(keys, (64, 128)[at % 2], 4, 1, one_loop=at % 4 == 3, prescale=at % 2 == 0),
-        "queries": Tile(queries, (128, 64)[at // 2 % 2], 4, 1, one_loop=at % 4 == 3),
+        "dkv": Tile(keys, (64, 128)[at % 2], 4, 1, one_loop=at % 4 == 3, prescale=at % 2 == 0),
+        "dq": Tile(queries, (128, 64)[at // 2 % 2], 4, 1, one_loop=at % 4 == 3),
     }
     case = CASES[at]
     # All heads at once, two key heads of a batch, one.
@@ -55,7 +56,7 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @on_cpu
 def test_parts_of_another_whole_take_no_launch_of_it() -> None:
     """Two heads at a time, of four and of eight: rows of what is written are not equally far."""
-    small: dict[tuning.Kernel, Tile] = {"keys": Tile(64, 64, 4, 1), "queries": Tile(64, 64, 4, 1)}
+    small: dict[tuning.Kernel, Tile] = {"dkv": Tile(64, 64, 4, 1), "dq": Tile(64, 64, 4, 1)}
     for heads in (4, 8):
         made = arguments(replace(ODD, heads=heads, kv_heads=heads), torch.float32, "cpu")
         # Rows of what is read are: they lie in tensors with room for ten heads.
@@ -75,32 +76,30 @@ def _in_ten_heads(given: Tensor) -> Tensor:
 
 
 def _spy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many query heads signs are kept at a time, from now on."""
+    """The numbers of query heads that later backward passes store signs of at a time."""
     parts: list[int] = []
-    original = run_backward.query_gradients
+    original = run_backward._run
 
-    def spy(problem: Problem, *rest: Any) -> None:
-        signs = rest[-1]
+    def spy(problem: Problem, grads: Any, results: Any, signs: Tensor | None, *rest: Any) -> None:
         parts.append(0 if signs is None else problem.q.shape[0] * problem.q.shape[1])
         if signs is not None:
-            # Bits for whole tiles of one head, and what readers run ahead.
-            of_one = 256 * (256 if problem.max_k > 128 else 128)
-            assert (signs.numel() * 16 - 8 * 64 * 64) // of_one >= parts[-1]
-        original(problem, *rest)
+            # Bits for whole tiles of a head, and for reads ahead of the last block.
+            head_bits = 256 * (256 if problem.settings.max_k > 128 else 128)
+            assert (signs.numel() * 16 - 8 * 64 * 64) // head_bits >= parts[-1]
+        original(problem, grads, results, signs, *rest)
 
-    monkeypatch.setattr(run_backward, "query_gradients", spy)
+    monkeypatch.setattr(run_backward, "_run", spy)
     return parts
 
 
 def _heads(
     n: int, heads: int = 8, kv_heads: int = 8, width: int = 64, level: int = 0, **changes: Any
 ) -> int:
-    """Of how many heads the signs of a call on n tokens are kept."""
+    """Number of heads whose signs are stored at a time, for a call on n tokens."""
     q = torch.empty(4, heads, n, width, dtype=torch.bfloat16, device="meta")
     k = torch.empty(4, kv_heads, n, width, dtype=torch.bfloat16, device="meta")
-    numbers = (0.125, 1.0, 0.0, 0.5, 1, False, 0, 0.0, n, n)
-    problem = Problem(q, k, k, *[None] * 7, *numbers)._replace(**changes)
-    return backward_choice.choose(problem, level, q).heads
+    problem = with_changes(Problem(q, k, k, NO_INPUTS, Settings(0.125, n, n)), changes)
+    return backward_choice.choose(problem, level, q).sign_heads
 
 
 def test_where_signs_are_kept() -> None:
@@ -115,9 +114,9 @@ def test_where_signs_are_kept() -> None:
     assert _heads(16_385, heads=32) == 7, "whole tiles"
     assert _heads(46_000, kv_heads=8) == 1
     assert _heads(46_000, kv_heads=4) == 0, "two heads that share keys do not fit"
-    with tuning.override({"queries": Tile(32, 64, 4, 1)}):
+    with tuning.override({"dq": Tile(32, 64, 4, 1)}):
         assert _heads(4096) == 0, "part of a block"
-    with tuning.override({"keys": Tile(64, 256, 8, 1)}):
+    with tuning.override({"dkv": Tile(64, 256, 8, 1)}):
         assert _heads(4096) == 0, "more than a line of blocks is padded to"
     with tuning.override(sign_bytes=0):
         assert _heads(4096) == 0
