@@ -196,10 +196,29 @@ def test_command_reference_lists_every_command_and_option(monkeypatch: pytest.Mo
                 assert f"`{option}`" in sections[name]
 
 
+def test_settings_on_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import settings
+
+    known = settings.names()
+    known |= {name.rsplit(".", 1)[0] for name in known}
+    # The log names settings as they were at its dates.
+    for page in (page for page in PAGES if page.name != "log.md"):
+        text = page.read_text("utf-8")
+        for name in re.findall(r"`((?:data|model|train|decode)\.[a-z_.]+)(?::[^`]*)?`", text):
+            assert name in known or name.endswith((".py", ".yaml")), f"{page.name}: {name}"
+
+
+def test_recipe_page_lists_every_recipe() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text("utf-8")
+    shipped = {path.stem for path in (ROOT / "reluformer" / "recipes").glob("*.yaml")}
+    assert set(re.findall(r"recipes/([\w-]+)\.yaml", text)) == shipped
+
+
 def test_api_page_lists_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
     shown = set(re.findall(r"^::: reluformer\.(\w+)$", text, flags=re.MULTILINE))
-    assert shown == set(reluformer.__all__) - {"ATTENTIONS", "__version__"}
+    assert shown - {"diagnostics"} == set(reluformer.__all__) - {"ATTENTIONS", "__version__"}
 
 
 def test_every_dependency_is_justified() -> None:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import commands  # noqa: E402
 import gallery  # noqa: E402
 import modules  # noqa: E402
+import settings  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
@@ -23,6 +24,7 @@ PARTS = {
     "gallery": gallery.markdown,
     "modules": modules.markdown,
     "module count": modules.count,
+    "settings": settings.markdown,
 }
 _MARKER = re.compile(r"<!-- generated: ([\w ]+) -->")
 _REPOSITORY_LINK = re.compile(r"\]\(\.\./([\w./-]+)\)")
