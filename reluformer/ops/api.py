@@ -16,6 +16,7 @@ from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.checks import check_attention, check_contents
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import ATTENTIONS, lookup
+from reluformer.ops.signature import CHOICES, Choice, remember, signature
 from reluformer.ops.stats import SumsLevel
 from reluformer.ops.visibility import Visibility
 
@@ -36,17 +37,33 @@ def attend(
     Raises:
         UserError: If an argument is not allowed, or the named backend does not support the call.
     """
+    key = signature(attention.name, call, options, impl)
+    try:
+        choice = None if key is None else CHOICES.get(key)
+    except TypeError:  # An argument is not hashable; the checks below refuse it.
+        key = choice = None
+    if choice is None:
+        choice = _check_and_choose(attention, call, options, impl)
+        if key is not None:
+            remember(key, choice)
+    backend = registry.BACKENDS[choice.backend]
+    if isinstance(backend, registry.Program):
+        return backend.run(attention, call, options)
+    rule = choice.rule or attention.rectified(options)
+    assert rule is not None
+    result = backend.attend(fused.with_cosines(attention, call), fused.per_head_rule(rule, call.q))
+    return fused.finish(attention, call, options, result)
+
+
+def _check_and_choose(
+    attention: Attention, call: Call, options: Mapping[str, Any], impl: str
+) -> Choice:
     check_attention(attention, call, options)
     rule = attention.rectified(options)
     name = registry.choose(attention, call, rule, impl)
     if not torch.compiler.is_compiling():  # A compiler cannot trace a logger.
         _log_once(attention.name, name, call.q.device.type)
-    backend = registry.BACKENDS[name]
-    if isinstance(backend, registry.Program):
-        return backend.run(attention, call, options)
-    assert rule is not None
-    result = backend.attend(fused.with_cosines(attention, call), fused.per_head_rule(rule, call.q))
-    return fused.finish(attention, call, options, result)
+    return Choice(name, None if rule is None or rule.has_tensors else rule)
 
 
 @cache

@@ -56,6 +56,11 @@ class Rectified:
                 f"got {self.negative_slope}"
             )
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether gamma or threshold is a tensor."""
+        return isinstance(self.gamma, Tensor) or isinstance(self.threshold, Tensor)
+
     def __call__(self, scores: Scores) -> Tensor:
         """Weights [..., Tq, Tk]."""
         shifted = scores.values

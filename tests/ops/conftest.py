@@ -1,26 +1,33 @@
-"""The compiled CPU kernels, built once for a session where a compiler is."""
+"""Fixtures of the tests of operations: native CPU kernels, and an empty memory of choices."""
 
 import pytest
 
 from reluformer.errors import UserError
+from reluformer.ops import signature
 from reluformer.ops.backends.cpu.native import library
+
+
+@pytest.fixture(autouse=True)
+def no_choices() -> None:
+    """Tests that replace backends must not see choices of other tests."""
+    signature.CHOICES.clear()
 
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> library.Kernels:
-    """The kernels, those of the user's cache if they are there."""
-    found = library.load()
-    if found is None:
+    """The native kernels, from the user's cache if they are there."""
+    loaded = library.load()
+    if loaded is None:
         try:
-            # Beside the folders of all workers, who may all build at once.
-            found = library.Kernels(library.build(tmp_path_factory.getbasetemp().parent))
+            # The folder is shared by all workers, which may all build at once.
+            loaded = library.Kernels(library.build(tmp_path_factory.getbasetemp().parent))
         except UserError as problem:
-            pytest.skip(f"no compiled kernels: {problem}")
-    return found
+            pytest.skip(f"no native kernels: {problem}")
+    return loaded
 
 
 @pytest.fixture
 def compiled(kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> library.Kernels:
-    """Makes impl="cpu" take the compiled kernels wherever they run the call."""
+    """impl="cpu" takes the native kernels wherever they run the call."""
     monkeypatch.setattr(library, "load", lambda: kernels)
     return kernels

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reluformer import RowSums, attention
 from reluformer.errors import UserError
-from reluformer.ops.backends.cpu import tiles
+from reluformer.ops.backends.cpu import plan, tiles
 from reluformer.ops.backends.registry import BACKENDS, Kernel
 from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.rule import Rectified
@@ -81,8 +81,8 @@ def test_an_impossible_sample_is_refused(every: Any) -> None:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "ROWS", dict.fromkeys(tiles.ROWS, 4))
     monkeypatch.setattr(tiles, "SCORES", dict.fromkeys(tiles.SCORES, 4 * 3))
-    monkeypatch.setattr(tiles, "MANY_ROWS", 0)
-    monkeypatch.setattr(tiles, "SHORT", 0)
+    monkeypatch.setattr(plan, "MANY_ROWS", 0)
+    monkeypatch.setattr(plan, "SHORT", 0)
 
 
 # One setting serves all examples.

@@ -29,18 +29,19 @@ def with_cosines(attention: Attention, call: Call) -> Call:
 
 def per_head_rule(rule: Rectified, q: Tensor) -> Rectified:
     """The rule with gamma and threshold as numbers or contiguous tensors [H], at least float32."""
-    if not isinstance(rule.gamma, Tensor) and not isinstance(rule.threshold, Tensor):
-        return rule
+    gamma, threshold = rule.gamma, rule.threshold
     wide, heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
-    return replace(
-        rule,
-        gamma=_each_head(rule.gamma, heads, wide),
-        threshold=_each_head(rule.threshold, heads, wide),
-    )
+    if isinstance(gamma, Tensor):
+        gamma = _each_head(gamma, heads, wide)
+    if isinstance(threshold, Tensor):
+        threshold = _each_head(threshold, heads, wide)
+    if gamma is rule.gamma and threshold is rule.threshold:
+        return rule
+    return replace(rule, gamma=gamma, threshold=threshold)
 
 
-def _each_head(value: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:
-    if not isinstance(value, Tensor):
+def _each_head(value: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    if value.dtype == dtype and value.shape == (heads,) and value.is_contiguous():
         return value
     return value.to(dtype).expand(heads).contiguous()
 
@@ -51,12 +52,13 @@ def finish(
     """The attention's result from the kernel's: row statistics, output transform, dtype of q."""
     output, row_sum, log_sum = result
     sums = None
-    if call.return_sums is not None:
-        assert row_sum is not None
+    if row_sum is not None:
         n = call.visibility.count(call.q.shape[2], call.k.shape[2], call.q.device)
         sums = row_sums(row_sum, log_sum, n, call.entropy_every)
     if attention.output_transform is not None:
         # Norms and gates are computed in float32, as in the reference.
         wide = torch.promote_types(call.q.dtype, torch.float32)
         output = attention.transform_output(output.to(wide), options)
-    return AttentionResult(output.to(call.q.dtype), None, None, sums)
+    if output.dtype != call.q.dtype:
+        output = output.to(call.q.dtype)
+    return AttentionResult(output, None, None, sums)

@@ -1,4 +1,4 @@
-"""What surrounds the call of an operator: autocast, gradients, and whoever watches operators."""
+"""The state of torch around a call: autocast, gradients, tracing."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_untraced(tensor: Tensor) -> bool:
-    """Whether nobody watches operators: no compiler, subclass (a fake), dispatch mode or vmap."""
+    """Whether no compiler, tensor subclass, dispatch mode or functorch transform is active."""
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not Tensor
@@ -16,13 +16,16 @@ def is_untraced(tensor: Tensor) -> bool:
 
 
 def needs_grad(*values: object) -> bool:
-    """Whether gradients of any of these are wanted; numbers and None have none."""
+    """Whether a gradient of any of these is recorded; numbers and None have none."""
     return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
+        [isinstance(value, Tensor) and value.requires_grad for value in values]
     )
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The type in which autocast would have this tensor's device compute, or None if it is off."""
+    """The dtype in which autocast computes on the tensor's device; None if autocast is off."""
     device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    # Autocast does not exist on the meta device, and torch raises for it.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)

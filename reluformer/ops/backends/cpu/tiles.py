@@ -1,125 +1,79 @@
 """The products of rectified attention on the CPU, over whole tables or in tiles.
 
-A table is a key head of an element of the batch; k and v are [B * Hkv, Tk, .], and q is
-[B * Hkv, G, Tq, D]. Scale, threshold and normaliser are no matter here: with x = max(q.k, 0) a
-weight is x^power.
+A table is one key head of one batch element; k and v are [B * Hkv, Tk, .], and q is
+[B * Hkv, G, Tq, D]. The row factors are applied elsewhere: here, with x = max(q.k, 0), a weight is
+x^power.
 """
 
 import math
-from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from reluformer.ops.backends.cpu.plan import MANY_ROWS, Plan
 from reluformer.ops.rule import raised
-from reluformer.ops.visibility import Visibility
 
-# Rows of a tile in the outer loop (queries forward, keys backward), and scores of a tile for one
-# thread: bfloat16 products need large ones.
+# Rows of a tile in the outer loop (queries forward, keys backward), and scores of a tile for each
+# thread; bfloat16 products need large tiles.
 ROWS = {torch.float32: 512, torch.float64: 512, torch.bfloat16: 1024}
 SCORES = {torch.float32: 1 << 19, torch.float64: 1 << 18, torch.bfloat16: 1 << 21}
 
-# With fewer queries, or no more scores a head that training keeps, there is one tile.
-MANY_ROWS, SHORT = 16, 1 << 18
-
-# As integers, numbers times zero are zero whatever they are, and negative ones are negative.
+# Integers of the same size: any of them times zero is zero, and their sign is that of the float.
 _INTEGERS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
     torch.bfloat16: torch.int16,
 }
 
-
-class Plan(NamedTuple):
-    """What a call is, apart from tensors that get gradients."""
-
-    scale: float
-    gamma: float
-    threshold: float
-    length_exponent: float
-    power: int
-    rules: Visibility
-    dropout_p: float
-    statistics: int
-    row_normalise: float
-    """What is added to the sum of a row before its output is divided by it; 0: it is not."""
-    keys: int
-    """Tk, padding included."""
-    offset: int
-    """Tk - Tq: row i stands at key i + offset."""
-    whole: bool
-    """Whether there is one tile."""
-    trained: bool
-    compiled: bool
-    """Whether the compiled kernels run it, not these tiles."""
-
-    def band(self, rows: slice, keys: slice) -> tuple[int, int]:
-        """The least and the greatest (key - row), counted within the tile, that is visible."""
-        low, high = -(1 << 60), 1 << 60
-        diagonal = rows.start + self.offset - keys.start
-        if self.rules.causal:
-            high = diagonal
-        if self.rules.window is not None:
-            low = diagonal - self.rules.window + 1
-            high = min(high, diagonal + self.rules.window - 1)
-        return low, high
-
-    def keys_of(self, rows: slice, count: int) -> tuple[int, int]:
-        """From which to which of `count` keys some of the rows see."""
-        low, high = self.band(rows, slice(0, count))
-        return max(0, low), min(count, high + rows.stop - rows.start)
-
-    def rows_of(self, keys: slice, count: int) -> tuple[int, int]:
-        """From which to which of `count` rows see some of the keys."""
-        low, high = self.band(slice(0, count), keys)
-        return max(0, -high), min(count, keys.stop - keys.start - low)
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""q, k and v as tables, or their gradients."""
 
 
 def whole_scores(
-    plan: Plan, q: Tensor, k: Tensor, visible: Tensor | None, heads: int, opening: Tensor | None
+    plan: Plan, q: Tensor, k: Tensor, visible: Tensor | None, heads: int, offset: Tensor | None
 ) -> Tensor:
-    """x [B * Hkv, G * Tq, Tk]; visible broadcasts to [B, H, Tq, Tk], opening [H] is added."""
-    rows, n_q = q.flatten(1, 2), q.shape[2]
-    if q.dtype == torch.bfloat16 and n_q < MANY_ROWS:
+    """x [B * Hkv, G * Tq, Tk]; visible broadcasts to [B, H, Tq, Tk], offset [H] is added."""
+    rows = q.flatten(1, 2)  # [B * Hkv, G * Tq, D]
+    if q.dtype == torch.bfloat16 and plan.rows < MANY_ROWS:
         # A few rows times a transposed table of bfloat16 can take four times as long as this.
         x = multiply(k, rows.transpose(1, 2)).transpose(1, 2).contiguous()
     else:
         x = multiply(rows, k.transpose(-1, -2))
     batch = rows.shape[0] * q.shape[1] // heads
-    if opening is not None:
-        by_head = x.view(batch, heads, n_q, plan.keys)
-        by_head.add_(opening.to(x.dtype).view(heads, 1, 1))
-    if visible is None:
-        if plan.rules.causal or plan.rules.window is not None:
-            by_head = x.view(*q.shape[:3], plan.keys)
-            _cut(by_head, *plan.band(slice(0, n_q), slice(0, plan.keys)))
-    else:
-        # Far faster than filling, and as deaf to what hidden keys hold.
-        by_head = x.view(batch, heads, n_q, plan.keys)
+    by_head = x.view(batch, heads, plan.rows, plan.keys)
+    if offset is not None:
+        by_head.add_(offset.to(x.dtype).view(heads, 1, 1))
+    if visible is not None:
+        # Integers times zero are zero, whatever hidden keys hold, and far faster than filling.
         by_head.view(_INTEGERS[x.dtype]).mul_(visible)
+    elif plan.visibility.causal or plan.visibility.window is not None:
+        _keep_band(by_head, *plan.band(slice(0, plan.rows), slice(0, plan.keys)))
     return _rectify(x)
 
 
 def tiled(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, logs: Tensor | None
 ) -> Tensor:
-    """Weights times values [B * Hkv, G, Tq, Dv], statistics added to theirs; no C anywhere."""
+    """x^power times values, [B * Hkv, G, Tq, Dv]; row sums are added to `sums` and `logs`."""
     count, groups, n_q, _ = q.shape
-    out, memory = q.new_empty((*q.shape[:3], v.shape[-1])), _Memory()
-    height, width, together = _tile(plan, q, n_q, k.shape[1], 1)
-    for tables in _steps(0, count, together):
-        for head, rows in product(range(groups), _steps(0, n_q, height)):
+    n_k = k.shape[1]
+    out, scratch = q.new_empty((*q.shape[:3], v.shape[-1])), _Scratch()
+    height, width, together = _tile_sizes(plan, q, n_q, n_k, 1)
+    for tables in _slices(0, count, together):
+        for head, rows in product(range(groups), _slices(0, n_q, height)):
             at = (tables, head, rows)
-            low, high = plan.keys_of(rows, k.shape[1])
-            if low >= high:
+            low, high = plan.band(rows, slice(0, n_k))
+            first, stop = max(0, low), min(n_k, high + rows.stop - rows.start)
+            if first >= stop:
                 out[at].zero_()
-            for keys in _steps(low, high, width):
-                x = memory.product("x", q[at], k[tables, keys].transpose(1, 2))
-                _cut(x, *plan.band(rows, keys))
-                weight = weigh(plan, _rectify(x), sums, logs, at)
-                if keys.start == low:
+            for keys in _slices(first, stop, width):
+                x = scratch.product("x", q[at], k[tables, keys].transpose(1, 2))
+                _keep_band(x, *plan.band(rows, keys))
+                weight = raised(_rectify(x), plan.power)
+                add_sums(weight, x, sums, logs, at)
+                if keys.start == first:
                     torch.bmm(weight, v[tables, keys], out=out[at])
                 else:
                     out[at].baddbmm_(weight, v[tables, keys])
@@ -128,50 +82,49 @@ def tiled(
 
 def whole_gradients(
     plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     grad: Tensor,
     terms: list[Tensor | None],
     x: Tensor,
     kept: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Inputs:
     """dq, dk and dv of the tables, from the output's gradient times C [B * Hkv, G, Tq, Dv]."""
+    q, k, v = inputs
     rows, grad = q.flatten(1, 2), grad.flatten(1, 2)
     weight = raised(x, plan.power)
     ds = torch.bmm(grad, v.transpose(1, 2))
     if kept is not None:
         weight, ds = weight * kept, ds.mul_(kept)
     dv = torch.bmm(weight.transpose(1, 2), grad)
-    _to_scores(plan, ds, x, *(t if t is None else t.flatten(1, 2)[..., None] for t in terms))
+    columns = [None if term is None else term.flatten(1, 2)[..., None] for term in terms]
+    _to_scores(plan, ds, x, *columns)
     return torch.bmm(ds, k), torch.bmm(ds.transpose(1, 2), rows), dv
 
 
-def tiled_gradients(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, terms: list[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
+def tiled_gradients(plan: Plan, inputs: Inputs, grad: Tensor, terms: list[Tensor | None]) -> Inputs:
     """dq, dk and dv of the tables, from the output's gradient times C [B * Hkv, G, Tq, Dv].
 
-    Tiles lie on their side, a row for each key: then only one of the products with x and its
+    Tiles are transposed, with a row for each key: then only one of the products with x and its
     gradient, dq, needs a transpose, which in bfloat16 costs as much as the product.
     """
+    q, k, v = inputs
     count, groups, n_q, _ = q.shape
-    dq, dk, dv = (
-        torch.zeros(each.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-        for each in (q, k, v)
-    )
-    memory = _Memory()
-    height, width, together = _tile(plan, q, k.shape[1], n_q, 2)
-    for tables in _steps(0, count, together):
-        for keys, head in product(_steps(0, k.shape[1], height), range(groups)):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros(each.shape, dtype=wide) for each in inputs)
+    scratch = _Scratch()
+    height, width, together = _tile_sizes(plan, q, k.shape[1], n_q, 2)
+    for tables in _slices(0, count, together):
+        for keys, head in product(_slices(0, k.shape[1], height), range(groups)):
             part = (tables, keys)
-            for rows in _steps(*plan.rows_of(keys, n_q), width):
+            low, high = plan.band(slice(0, n_q), keys)
+            first, stop = max(0, -high), min(n_q, keys.stop - keys.start - low)
+            for rows in _slices(first, stop, width):
                 at = (tables, head, rows)
-                x = memory.product("x", k[part], q[at].transpose(1, 2))
+                x = scratch.product("x", k[part], q[at].transpose(1, 2))
                 low, high = plan.band(rows, keys)
-                _cut(x, -high, -low)
+                _keep_band(x, -high, -low)
                 _rectify(x)
-                ds = memory.product("ds", v[part], grad[at].transpose(1, 2))
+                ds = scratch.product("ds", v[part], grad[at].transpose(1, 2))
                 dv[part] += torch.bmm(raised(x, plan.power), grad[at])
                 _to_scores(plan, ds, x, *(t if t is None else t[at][:, None] for t in terms))
                 dk[part] += torch.bmm(ds, q[at])
@@ -180,20 +133,20 @@ def tiled_gradients(
 
 
 def _to_scores(
-    plan: Plan, ds: Tensor, x: Tensor, constant: Tensor | None, slope: Tensor | None
+    plan: Plan, ds: Tensor, x: Tensor, constant: Tensor | None, log_slope: Tensor | None
 ) -> None:
     """Turn the gradient of the weights, in place, into that of the scores."""
     if constant is not None:
         ds += constant
-    if slope is not None:
-        ds += slope * torch.where(x > 0, x, 1.0).log_()
+    if log_slope is not None:
+        ds += log_slope * torch.where(x > 0, x, 1.0).log_()
     torch.ops.aten.threshold_backward.grad_input(ds, x, 0, grad_input=ds)
     if plan.power > 1:
         ds.mul_(raised(x, plan.power - 1)).mul_(plan.power)
 
 
-class _Memory:
-    """Scratch that every tile uses again."""
+class _Scratch:
+    """Memory that all tiles share, by name."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
@@ -208,22 +161,21 @@ class _Memory:
         return torch.bmm(left, right, out=held[:size].view(shape))
 
 
-def _tile(plan: Plan, q: Tensor, tall: int, wide: int, at_work: int) -> tuple[int, int, int]:
-    """Height and width of tiles, and how many tables share one; `at_work` tiles fill the cache."""
-    scores = SCORES[q.dtype] // at_work
-    # Half of what a causal edge runs through is in vain.
-    height = max(1, min(ROWS[q.dtype] // (2 if plan.rules.causal else 1), tall))
+def _tile_sizes(plan: Plan, q: Tensor, tall: int, wide: int, tiles: int) -> tuple[int, int, int]:
+    """Height and width of a tile, and the number of tables in one; `tiles` of them fill the cache."""
+    scores = SCORES[q.dtype] // tiles
+    # A causal edge wastes half of the tile it crosses.
+    height = max(1, min(ROWS[q.dtype] // (2 if plan.visibility.causal else 1), tall))
     width = max(1, min(scores // height, wide))
     return height, width, max(1, scores * torch.get_num_threads() // (height * width))
 
 
-def _steps(start: int, stop: int, size: int) -> Iterator[slice]:
-    for at in range(start, stop, size):
-        yield slice(at, min(at + size, stop))
+def _slices(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
-def _cut(x: Tensor, low: int, high: int) -> None:
-    """Zeros in x [..., rows, columns] where column - row is not from low to high."""
+def _keep_band(x: Tensor, low: int, high: int) -> None:
+    """Set x [..., rows, columns] to zero where column - row is outside low to high."""
     if low > 1 - x.shape[-2]:
         x.triu_(low)
     if high < x.shape[-1] - 1:
@@ -238,24 +190,22 @@ def _rectify(x: Tensor) -> Tensor:
     return x.relu_()
 
 
-def weigh(
-    plan: Plan, x: Tensor, sums: Tensor | None, logs: Tensor | None, at: Any = slice(None)
-) -> Tensor:
-    """x^power; its row sums, and those of x^power log x, are added to the statistics at `at`."""
-    weight = raised(x, plan.power)
+def add_sums(
+    weight: Tensor, x: Tensor, sums: Tensor | None, logs: Tensor | None, at: Any = slice(None)
+) -> None:
+    """Add the row sums of x^power to sums[at], and those of x^power ln x to logs[at]."""
     if sums is not None:
         sums[at] += weight.sum(-1, dtype=sums.dtype).view(sums[at].shape)
     if logs is not None:
         products = torch.special.xlogy(weight.to(logs.dtype), x.to(logs.dtype))
         logs[at] += products.sum(-1).view(logs[at].shape)
-    return weight
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Products of [B * Hkv, ., .]; one of both may be [B, Hkv, ., .] as it lies in memory."""
+    """Products of [B * Hkv, ., .]; one of them may be a strided [B, Hkv, ., .]."""
     if left.dim() == right.dim():
         return torch.bmm(left, right)
-    # A cache is read once: to copy it into one table would cost more than the product.
+    # A KV cache is read once: a copy into one table would cost more than the product.
     batch = max(left, right, key=Tensor.dim).shape[0]
     parts = (each if each.dim() == 4 else each.chunk(batch) for each in (left, right))
     return torch.cat([torch.bmm(a, b) for a, b in zip(*parts, strict=True)])

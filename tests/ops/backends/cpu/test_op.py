@@ -8,7 +8,7 @@ import torch
 from reluformer.bench.timing import Clock
 from reluformer.errors import UserError
 from reluformer.ops.api import relu_attention
-from reluformer.ops.backends.cpu import op, tiles
+from reluformer.ops.backends.cpu import op, plan, tiles
 from reluformer.ops.backends.cpu.native import library
 from tests.ops.rectified import (
     CASES,
@@ -35,8 +35,8 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     monkeypatch.setattr(tiles, "ROWS", dict.fromkeys(tiles.ROWS, 8))
     monkeypatch.setattr(tiles, "SCORES", dict.fromkeys(tiles.SCORES, 8 * 16))
     if request.param == "tiles":
-        monkeypatch.setattr(tiles, "MANY_ROWS", 0)
-        monkeypatch.setattr(tiles, "SHORT", 0)
+        monkeypatch.setattr(plan, "MANY_ROWS", 0)
+        monkeypatch.setattr(plan, "SHORT", 0)
     return str(request.param)
 
 

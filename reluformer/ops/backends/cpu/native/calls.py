@@ -1,149 +1,141 @@
-"""Tensors in, tensors out: the compiled kernels as the CPU path calls them.
+"""The native kernels as functions of tensors.
 
-As in `reluformer.ops.backends.cpu.tiles`, a weight is C_i x^power with x = max(q.k + opening, 0).
+As in `reluformer.ops.backends.cpu.plan`, a weight is C_i x^power with
+x = max(q.k + score_offset, 0).
 """
 
 import ctypes
+import threading
 
 import torch
 from torch import Tensor
 
 from reluformer.ops.backends.cpu.native import library
-from reluformer.ops.backends.cpu.tiles import Plan
-from reluformer.ops.backends.torch_state import is_untraced
+from reluformer.ops.backends.cpu.plan import Plan, remembered_row_factor, score_offset
+from reluformer.ops.backends.cpu.tables import Gradients, Results, RowTerms
 
-# Further than any key is from any row.
+# Larger than any distance between a key and a row.
 _NO_WINDOW = 1 << 40
 
-# A forward pass leaves what concerns gradients empty.
+# Addresses and strides of gradients, which a forward pass does not have.
 _NO_GRADIENTS = (0,) * 18
 
-
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, *, trained: bool, masked: bool, statistics: int
-) -> bool:
-    """Whether the library is there and runs such a call; `masked` means by a mask or dropout."""
-    kernels = library.load()
-    if kernels is None or masked or statistics > 1 or not is_untraced(q):
-        return False
-    if not (q.numel() and k.numel() and v.numel()):
-        return False
-    if q.dtype != torch.bfloat16:
-        return q.dtype == torch.float32
-    few = q.shape[2] * q.shape[1] // k.shape[1] < kernels.few_rows
-    return kernels.multiplies_bf16 or (few and not trained)
+# Scratch memory that each thread keeps for small calls, whose time an allocation would dominate.
+_KEPT_BYTES = 1 << 18
+_LOCAL = threading.local()
 
 
 def forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, opening: Tensor | None, factor: Tensor | float
-) -> tuple[Tensor, Tensor | None]:
-    """Output [B, H, Tq, Dv] and, if the plan has statistics, row sums [B, H, Tq].
-
-    opening is [H], factor broadcastable to [B, H, Tq].
-    """
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor | None, threshold: Tensor | None
+) -> Results:
+    """Forward pass, see `tables.Results`; x and the dropout mask are None."""
     kernels = library.load()
     assert kernels is not None
+    if plan.unit != 1:
+        q = q * plan.unit
     q, k, v = _dense(q), _dense(k), _dense(v)
+    factor = remembered_row_factor(plan, q, gamma)
+    offset = score_offset(plan, q, threshold)
     out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     sums = torch.empty(q.shape[:3]) if plan.statistics else None
-    packed, _held = _packed(plan, q, k, v, opening, factor, out, sums, _NO_GRADIENTS)
-    scratch = torch.empty(kernels.forward_scratch(packed) + 64, dtype=torch.uint8)
-    kernels.forward(packed, _aligned(scratch))
-    return out, sums
+    addresses = (out.data_ptr(), 0 if sums is None else sums.data_ptr())
+    outputs = (addresses, out.stride()[:3], _NO_GRADIENTS)
+    problem, _owners = _problem(plan, (q, k, v), offset, factor, outputs)
+    scratch = _scratch(kernels.forward_scratch(problem) + 64)
+    kernels.forward(problem, (scratch.data_ptr() + 63) // 64 * 64)  # aligned to a cache line
+    return out, sums, None, factor, None, None
 
 
 def backward(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opening: Tensor | None,
-    grad: Tensor,
-    ratio: Tensor | float,
-    constant: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and the sum of those of all scores, [B, H] in float64.
-
-    grad is the output's; ratio, broadcastable to [B, H, Tq], multiplies its rows, and constant
-    [B, H, Tq] is added to the gradients of a row's weights.
-    """
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, threshold: Tensor | None, rows: RowTerms
+) -> Gradients:
+    """Backward pass; the gradient of the score offset [B, H] is float64."""
     kernels = library.load()
     assert kernels is not None
-    q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad.to(q.dtype))
+    if plan.unit != 1:
+        q = q * plan.unit
+    q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(rows.grad.to(q.dtype))
+    constant = rows.constant
     if constant is not None:
         constant = constant.to(torch.float32).expand(q.shape[:3]).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    shift = torch.empty(q.shape[:2], dtype=torch.float64)
-    addresses = [_address(each) for each in (grad, constant, shift, dq, dk, dv)]
-    strides = [step for each in (grad, dq, dk, dv) for step in each.stride()[:3]]
-    gradients = (*addresses, *strides)
-    packed, _held = _packed(plan, q, k, v, opening, ratio, None, None, gradients)
-    scratch = torch.empty(kernels.backward_scratch(packed) + 64, dtype=torch.uint8)
-    kernels.backward(packed, _aligned(scratch))
-    return dq, dk, dv, shift
+    d_offset = torch.empty(q.shape[:2], dtype=torch.float64)
+    gradients = (
+        grad.data_ptr(), 0 if constant is None else constant.data_ptr(), d_offset.data_ptr(),
+        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        *grad.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+    )  # fmt: skip
+    outputs = ((0, 0), (0, 0, 0), gradients)
+    offset = score_offset(plan, q, threshold)
+    problem, _owners = _problem(plan, (q, k, v), offset, rows.ratio, outputs)
+    scratch = _scratch(kernels.backward_scratch(problem) + 64)
+    kernels.backward(problem, (scratch.data_ptr() + 63) // 64 * 64)
+    if plan.unit != 1:
+        dq *= plan.unit
+    return dq, dk, dv, d_offset
 
 
-def _packed(
+def _problem(
     plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opening: Tensor | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    offset: Tensor | None,
     factor: Tensor | float,
-    out: Tensor | None,
-    sums: Tensor | None,
-    gradients: tuple[int, ...],
+    outputs: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]],
 ) -> tuple[bytes, tuple[object, ...]]:
-    """The call as `problem.h` lays it out, and what must live as long as that is used."""
-    rules, lengths = plan.rules, plan.rules.key_lengths
+    """`Problem` of `problem.h` as bytes, and the objects that own the memory it points to.
+
+    outputs holds the addresses of output and row sums, the output's strides, and the addresses and
+    strides of the gradients.
+    """
+    (q, k, v), lengths = inputs, plan.visibility.key_lengths
     if lengths is not None:
         lengths = lengths.to(torch.int64).contiguous()
-    if opening is not None:
-        opening = opening.to(torch.float32).contiguous()
-    held: tuple[object, ...]
-    scaling: tuple[int, ...]
+    if offset is not None:
+        offset = offset.to(torch.float32).contiguous()
+    owner: object
     if isinstance(factor, float):
-        number = ctypes.c_float(factor)
-        held, scaling = (opening, lengths, number), (ctypes.addressof(number), 0, 0, 0)
+        owner = number = ctypes.c_float(factor)
+        factors = (ctypes.addressof(number), 0, 0, 0)
     else:
-        factor = factor.to(torch.float32).expand(q.shape[:3])
-        held, scaling = (opening, lengths, factor), (factor.data_ptr(), *factor.stride())
-    packed = library.PROBLEM.pack(
+        owner = factor = factor.to(torch.float32).expand(q.shape[:3])
+        factors = (factor.data_ptr(), *factor.stride())
+    window = plan.visibility.window
+    problem = library.PROBLEM.pack(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
-        _address(out),
-        _address(sums),
-        _address(opening),
-        _address(lengths),
-        *scaling,
+        *outputs[0],
+        0 if offset is None else offset.data_ptr(),
+        0 if lengths is None else lengths.data_ptr(),
+        *factors,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *((0, 0, 0) if out is None else out.stride()[:3]),
+        *outputs[1],
         *q.shape,
         *k.shape[1:3],
         v.shape[3],
         plan.power,
-        rules.causal,
-        _NO_WINDOW if rules.window is None else min(rules.window, _NO_WINDOW),
+        plan.visibility.causal,
+        _NO_WINDOW if window is None else min(window, _NO_WINDOW),
         torch.get_num_threads(),
         q.dtype == torch.bfloat16,
         plan.row_normalise,
-        *gradients,
+        *outputs[2],
     )
-    return packed, held
+    return problem, (offset, lengths, owner)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _scratch(size: int) -> Tensor:
+    """Memory of at least `size` bytes; small buffers are kept, one for each thread."""
+    if size > _KEPT_BYTES:
+        return torch.empty(size, dtype=torch.uint8)
+    buffer: Tensor | None = getattr(_LOCAL, "buffer", None)
+    if buffer is None:
+        buffer = _LOCAL.buffer = torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+    return buffer
 
 
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor, copied only if its last axis is not dense."""
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
-
-
-def _aligned(scratch: Tensor) -> int:
-    """The first address in it at which a line of the cache begins."""
-    return (scratch.data_ptr() + 63) // 64 * 64

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from reluformer.ops.api import relu_attention
-from reluformer.ops.backends.cpu import op
-from reluformer.ops.backends.cpu.native import calls, library
+from reluformer.ops.backends.cpu import op, tables
+from reluformer.ops.backends.cpu.native import library
+from reluformer.ops.backends.cpu.plan import make_plan
+from reluformer.ops.call import Call
+from reluformer.ops.rule import Rectified
+from reluformer.ops.visibility import Visibility
 from tests.ops.rectified import Case, arguments, check, error, expected, found, run_kernel, visible
 
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
@@ -24,7 +28,8 @@ LONG = Case("", queries=171, keys=203, width=40, value_width=72)
 @pytest.fixture(autouse=True)
 def only_compiled(compiled: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> library.Kernels:
     """Nothing here may run on tiles."""
-    monkeypatch.setattr(op, "_tables", None)
+    monkeypatch.setattr(tables, "forward", None)
+    monkeypatch.setattr(tables, "backward", None)
     return compiled
 
 
@@ -168,16 +173,18 @@ def test_the_result_is_laid_out_as_q_is() -> None:
     ("change", "runs"),
     [
         ({}, True),
-        ({"masked": True}, False),
-        ({"statistics": 2}, False),
+        ({"dropout_p": 0.1}, False),
+        ({"visibility": Visibility(mask=torch.ones(5, dtype=torch.bool))}, False),
+        ({"return_sums": "entropy"}, False),
         ({"q": torch.zeros(1, 2, 0, 8)}, False),
         ({"q": torch.zeros(1, 2, 5, 8, dtype=torch.float64)}, False),
     ],
 )
 def test_what_runs_is_said_beforehand(change: dict[str, Any], runs: bool) -> None:
-    tables = {name: torch.zeros(1, 2, 5, 8) for name in "qkv"}
-    asked: dict[str, Any] = {"trained": True, "masked": False, "statistics": 1}
-    assert calls.supports(**{**tables, **asked, **change}) is runs
+    given = {name: torch.zeros(1, 2, 5, 8) for name in "qkv"}
+    shared = {"visibility": Visibility(), "scale": 1.0, "return_sums": "row_sum"}
+    call = Call(**{**given, **shared, **change})
+    assert make_plan(call, Rectified()).is_native is runs
 
 
 def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
