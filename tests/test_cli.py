@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and how it exits."""
+"""The command line: output, files and exit statuses."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_version_and_help() -> None:
     assert run("--show-completion").exit_code in (0, 1)
 
 
-def test_it_runs_as_a_module_and_imports_little() -> None:
+def test_the_command_line_runs_as_a_module_with_few_imports() -> None:
     code = "import sys, reluformer.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
@@ -71,7 +71,7 @@ def test_it_runs_as_a_module_and_imports_little() -> None:
     assert done.stdout == f"reluformer {reluformer.__version__}\n"
 
 
-def test_info_tells_what_a_bug_report_needs() -> None:
+def test_info_lists_versions_devices_and_implementations() -> None:
     text = run("info").stdout
     found = json.loads(run("info", "--json").stdout)
     assert found["packages"]["torch"] == torch.__version__
@@ -173,7 +173,9 @@ def test_recipes_are_listed() -> None:
 
 @given(st.binary(max_size=60), st.booleans())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_are_translated_line_by_line(model: Path, data: bytes, document: bool) -> None:
+def test_any_bytes_give_one_output_line_per_input_line(
+    model: Path, data: bytes, document: bool
+) -> None:
     options = ("--document",) if document else ()
     done = run("translate", "--model", model, "--beam", 1, *options, stdin=data)
     assert done.exit_code == 0
@@ -220,7 +222,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda v: "-".join(v)[:40])
-def test_a_mistake_is_one_line_and_status_2(
+def test_a_user_mistake_prints_one_line_and_exits_with_2(
     arguments: tuple[str, ...],
     message: str,
     model: Path,
@@ -235,7 +237,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_misspelt_field_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_misspelt_field_is_reported_before_any_file_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run("train", "toy-reverse", "--out", out, "--set", "train.stepz=3")
     assert done.exit_code == 2 and "train.stepz" in done.stderr and "steps" in done.stderr
@@ -245,7 +247,7 @@ def test_a_misspelt_field_is_named_before_anything_is_written(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("error", "status"), [(Diverged(7, "loss is nan", {}), 3), (KeyboardInterrupt(), 130)]
 )
-def test_failures_have_their_own_status(
+def test_divergence_and_interruption_have_their_own_status(
     error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -257,28 +259,28 @@ def test_failures_have_their_own_status(
     assert done.stderr.startswith("reluformer: ") and done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_leaves_and_an_interruption_are_met_quietly(model: Path) -> None:
+def test_a_closed_pipe_and_an_interruption_give_no_traceback(model: Path) -> None:
     translate = command("translate", "--model", model, "--beam", 1)
-    # Where the tests run in the background, processes would inherit that interruptions are ignored.
+    # Background jobs ignore SIGINT, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    gone = subprocess.Popen(translate, cwd=ROOT, **pipes)
+    closed = subprocess.Popen(translate, cwd=ROOT, **pipes)
     interrupted = subprocess.Popen(translate, cwd=ROOT, **pipes)
-    gone.stdout.close()
-    for process in (gone, interrupted):
+    closed.stdout.close()
+    for process in (closed, interrupted):
         process.stdin.write(b"one\n")
         process.stdin.flush()
     assert interrupted.stdout.readline()
     interrupted.send_signal(signal.SIGINT)
     assert interrupted.wait(timeout=60) == 130
-    said = interrupted.stderr.read().decode().splitlines()
-    assert said[-1] == "reluformer: interrupted"
-    assert all(line.startswith("reluformer: ") for line in said)
-    assert gone.wait(timeout=60) == 141
-    assert "Error" not in gone.stderr.read().decode()
+    printed = interrupted.stderr.read().decode().splitlines()
+    assert printed[-1] == "reluformer: interrupted"
+    assert all(line.startswith("reluformer: ") for line in printed)
+    assert closed.wait(timeout=60) == 141
+    assert "Error" not in closed.stderr.read().decode()
 
 
-def test_an_interruption_during_start_up_is_one_line() -> None:
+def test_an_interruption_during_start_up_prints_one_line() -> None:
     # Typer's import is the slowest part of the start-up: interrupt it.
     code = """
 import signal, sys
@@ -298,7 +300,7 @@ main()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_line(model: Path) -> None:
+def test_a_full_disk_prints_one_line(model: Path) -> None:
     with open("/dev/full", "wb") as full:
         for arguments in (("info",), ("translate", "--model", model, "--beam", 1)):
             call = command(*arguments)
@@ -311,9 +313,9 @@ def test_a_full_disk_is_one_line(model: Path) -> None:
             assert all(line.startswith("reluformer: ") for line in lines)
 
 
-def test_two_processes_under_torchrun_translate_like_one(model: Path, tmp_path: Path) -> None:
+def test_two_ranks_translate_like_one_process(model: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    # More than two processes get at once, in documents of different sizes.
+    # More lines than one block of two ranks, in documents of different sizes.
     texts = [f"{n} {'euros ' * (n % 5)}" if n % 7 else "<d>" for n in range(600)]
     source.write_text("\n".join(texts) + "\n", encoding="utf-8")
     options = ("--model", model, "--input", source, "--beam", 1, "--document")

@@ -1,4 +1,4 @@
-"""Progress: nothing for short work, lines without a terminal, a bar on one."""
+"""Progress: nothing for short work, plain lines without a terminal, a bar on a terminal."""
 
 import io
 
@@ -26,7 +26,7 @@ def test_short_work_shows_nothing(clock: list[float], capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "")
 
 
-def test_lines_now_and_then_without_a_terminal(
+def test_plain_lines_at_intervals_without_a_terminal(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with console.progress("lines") as shown:
@@ -40,7 +40,9 @@ def test_lines_now_and_then_without_a_terminal(
     ]
 
 
-def test_a_bar_on_a_terminal_goes_away(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_on_a_terminal_is_removed(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     with console.progress("lines") as shown:
@@ -50,7 +52,7 @@ def test_a_bar_on_a_terminal_goes_away(clock: list[float], monkeypatch: pytest.M
     assert "working" in terminal.getvalue() and "10/10" in terminal.getvalue()
 
 
-def test_other_errors_are_not_hidden() -> None:
+def test_unexpected_errors_keep_their_traceback() -> None:
     @console.guarded
     def broken() -> None:
         raise RuntimeError("a bug")

@@ -1,4 +1,4 @@
-"""The end-to-end benchmark trains the same model however it is cut; speeds are not looked at."""
+"""The end-to-end benchmark: equal losses for every split into parts; speeds are not tested."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def losses(run: str, parts: int = 1, told: bool = True) -> list[float]:
     return found
 
 
-def test_parts_and_lengths_change_nothing() -> None:
+def test_losses_do_not_depend_on_parts_and_lengths() -> None:
     whole = losses(benchmark.REFERENCE)
     assert len(whole) == benchmark.TOY.steps and len(set(whole)) == len(whole)
     assert losses(benchmark.REFERENCE, parts=2) == pytest.approx(whole, rel=1e-5)
@@ -41,7 +41,9 @@ def test_references_come_last_and_the_yardstick_at_short_lengths_only() -> None:
     assert len(runs) == len(set(runs)) == others * len(benchmark.GPU.lengths) + 2
 
 
-def test_every_run_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_written_after_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "found.json"
     monkeypatch.setattr("sys.argv", ["end_to_end", "--quick", "--out", str(out)])
     row = {"losses": [1.0], "tokens_per_second": 1.0}

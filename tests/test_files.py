@@ -19,7 +19,7 @@ from reluformer.files import (
 )
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a.txt"
     write_text(path, "ä\n")
     assert path.read_bytes() == "ä\n".encode()
@@ -32,7 +32,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == '{\n  "ö": [\n    1\n  ]\n}\n'
 
 
-def test_a_folder_replaces_another_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_completely_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "f"
     for content in ("first", "second"):
         with atomic_folder(folder) as partial:
@@ -47,7 +47,7 @@ def test_a_folder_replaces_another_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-def test_errors_of_writing_name_what_was_asked_for(tmp_path: Path) -> None:
+def test_write_errors_name_the_requested_path(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for atomic in (atomic_path, atomic_folder):
         with pytest.raises(OSError, match="No space left") as caught, atomic(path):
@@ -56,13 +56,13 @@ def test_errors_of_writing_name_what_was_asked_for(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as caught, atomic(path) as partial:
             (partial / "deep" / "er").write_text("")
         assert caught.value.filename == str(path)
-        # What has nothing to do with the writing keeps its name.
+        # Errors of other files keep their name.
         with pytest.raises(FileNotFoundError) as caught, atomic(path):
             (tmp_path / "other").read_text(encoding="utf-8")
         assert caught.value.filename == str(tmp_path / "other")
 
 
-def test_leftovers_of_the_same_process_number_do_not_leak_in(tmp_path: Path) -> None:
+def test_leftovers_with_the_same_process_id_are_discarded(tmp_path: Path) -> None:
     old = tmp_path / f"f.{os.getpid()}.partial"
     old.mkdir()
     (old / "stale").touch()
@@ -101,7 +101,7 @@ def test_a_symbolic_link_stays_and_its_target_is_written(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["target"]
 
 
-def test_a_linked_folder_stays_linked(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_stays(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk" / "folder")
     for name in ("first", "second"):

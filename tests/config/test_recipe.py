@@ -1,4 +1,4 @@
-"""Recipes: strict, resolved, identified, and wrong ones refused by field and line."""
+"""Recipes: shipped ones, overrides, identity, and errors with field and line."""
 
 import dataclasses
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_name_is_shipped_and_a_path_is_a_file(
     assert load_recipe("tiny") == load_recipe(recipes.path("tiny"))
 
 
-def test_what_is_saved_is_the_same_recipe(path: Path) -> None:
+def test_a_saved_recipe_loads_as_an_equal_one(path: Path) -> None:
     recipe = load_recipe(path, ["train.lr=3e-4", "model.cross_attention={kind: softmax}"])
     recipe.save(path)
     again = load_recipe(path)
@@ -118,7 +118,7 @@ def test_malformed_overrides_are_refused(path: Path, text: str) -> None:
         (3, "  source: copy\n  source: reverse", "data.source is given twice, first in line 3"),
     ],
 )
-def test_mistakes_are_named_by_field_and_line(
+def test_errors_name_the_field_and_the_line(
     path: Path, line: int, wrong: str, message: str
 ) -> None:
     lines = TEXT.splitlines()
@@ -132,7 +132,7 @@ def test_mistakes_are_named_by_field_and_line(
         assert str(caught.value).startswith(f"{path}, line {line}: ")
 
 
-def test_a_wrong_override_is_named_as_such(path: Path) -> None:
+def test_errors_name_the_override(path: Path) -> None:
     with pytest.raises(UserError, match=r"^--set train.steps=0: train.steps must be at least 1"):
         load_recipe(path, ["train.steps=0"])
 
@@ -160,7 +160,7 @@ _VALUES = st.recursive(
 
 
 @given(st.sampled_from(dataclasses.fields(TrainConfig) + dataclasses.fields(DataConfig)), _VALUES)
-def test_no_value_of_a_field_does_more_than_be_refused(
+def test_any_value_of_a_field_is_accepted_or_refused(
     field: "dataclasses.Field[Any]", value: Any
 ) -> None:
     section = "train" if field in dataclasses.fields(TrainConfig) else "data"
@@ -169,14 +169,14 @@ def test_no_value_of_a_field_does_more_than_be_refused(
     try:
         recipe = recipe_from(values)
     except UserError as error:
-        # Some fields are refused through another that they do not fit.
+        # The error may name another field that the value contradicts.
         assert str(error).split(".")[0] in ("train", "data")
     else:
         assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
 @pytest.mark.parametrize("changed", ["train.lr=1", "model.dropout=0.5", "data.max_length=9"])
-def test_hash_follows_what_matters(path: Path, changed: str) -> None:
+def test_the_hash_depends_on_the_trained_model(path: Path, changed: str) -> None:
     first, second = load_recipe(path), load_recipe(path, [changed])
     assert first.hash != second.hash
     difference = first_difference(first, second)
@@ -184,7 +184,7 @@ def test_hash_follows_what_matters(path: Path, changed: str) -> None:
 
 
 @pytest.mark.parametrize("changed", ["train.keep=9", "train.log_every=7", "decode.beam=1"])
-def test_hash_ignores_what_does_not(path: Path, changed: str) -> None:
+def test_the_hash_does_not_depend_on_logging_and_search(path: Path, changed: str) -> None:
     first, second = load_recipe(path), load_recipe(path, [changed])
     assert first != second
     assert first.hash == second.hash and first_difference(first, second) is None

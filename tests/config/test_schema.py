@@ -1,4 +1,4 @@
-"""Strict settings from mappings."""
+"""Dataclasses from mappings, with strict checks."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,7 +34,7 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
-def test_values_arrive_typed() -> None:
+def test_values_are_converted_to_their_types() -> None:
     settings = build(
         Outer,
         {
@@ -76,12 +76,12 @@ def test_values_arrive_typed() -> None:
         ([], "^settings must be a mapping"),
     ],
 )
-def test_mistakes_are_named(values: Any, message: str) -> None:
+def test_errors_name_the_field(values: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(Outer, values)
 
 
-def test_overrides_reach_inside_and_leave_the_original() -> None:
+def test_overrides_change_nested_fields_of_a_copy() -> None:
     original = {"a": {"b": 1}, "c": 2}
     assert override(original, {"a.b": 3, "d.e.f": 4}) == {
         "a": {"b": 3},

@@ -1,4 +1,4 @@
-"""Batches: every example once an epoch, within the budget, the same for any number of processes."""
+"""Batches: every example once per epoch, within the budget, equal for every world size."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def test_every_example_once_within_the_budget(
 
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 7])
-def test_processes_share_the_same_global_batches(corpus: Corpus, world: int, fixed: bool) -> None:
+def test_ranks_share_the_same_global_batches(corpus: Corpus, world: int, fixed: bool) -> None:
     made = batches(corpus, fixed_shapes=fixed)
     ranks = [list(made.epoch(1, rank=rank, world=world)) for rank in range(world)]
     for index, whole in enumerate(made.epoch(1)):
@@ -71,7 +71,7 @@ def test_processes_share_the_same_global_batches(corpus: Corpus, world: int, fix
         assert tokens == whole.target_tokens == int(whole.target_lengths.sum())
 
 
-def test_rows_spell_their_spans(corpus: Corpus, tokenizer: Tokenizer) -> None:
+def test_rows_hold_the_ids_of_their_spans(corpus: Corpus, tokenizer: Tokenizer) -> None:
     made = batches(corpus)
     for batch in made.epoch(0):
         for row, example in enumerate(batch.examples.tolist()):
@@ -90,7 +90,7 @@ def test_rows_spell_their_spans(corpus: Corpus, tokenizer: Tokenizer) -> None:
                 assert ids.dtype == lengths.dtype == torch.int64
 
 
-def test_translating_sees_what_training_saw(corpus: Corpus, tokenizer: Tokenizer) -> None:
+def test_padded_sources_equal_those_of_training(corpus: Corpus, tokenizer: Tokenizer) -> None:
     batch = next(batches(corpus).epoch(0))
     made = batches(corpus)
     ids = []
@@ -101,14 +101,14 @@ def test_translating_sees_what_training_saw(corpus: Corpus, tokenizer: Tokenizer
     assert torch.equal(source, batch.source) and torch.equal(lengths, batch.source_lengths)
 
 
-def test_fixed_shapes_are_one_for_each_bucket(corpus: Corpus) -> None:
+def test_fixed_shapes_give_one_shape_per_bucket(corpus: Corpus) -> None:
     made = batches(corpus, fixed_shapes=True)
     shapes = {batch.source.shape for epoch in range(3) for batch in made.epoch(epoch)}
     assert len(shapes) == len({int(bucket) for bucket in made.plan(0).buckets})
     assert {shape[1] for shape in shapes} <= set(made.buckets.tolist())
 
 
-def test_rows_without_example_count_for_nothing(corpus: Corpus) -> None:
+def test_rows_without_an_example_are_empty(corpus: Corpus) -> None:
     made = Batches(corpus, packing.pack_sentences(corpus, 60).spans[:1], batch_tokens=700, seed=0)
     empty = next(made.epoch(0, rank=1, world=2))
     assert len(empty.examples) == 0 and empty.source.shape[0] == 1
@@ -132,14 +132,14 @@ def test_resuming_continues_exactly(corpus: Corpus) -> None:
             assert batch.position == expected.position
 
 
-def test_order_depends_on_seed_and_epoch_alone(corpus: Corpus) -> None:
+def test_the_order_depends_only_on_seed_and_epoch(corpus: Corpus) -> None:
     first, again = batches(corpus).plan(0), batches(corpus).plan(0)
     assert np.array_equal(first.order, again.order) and np.array_equal(first.bounds, again.bounds)
     assert not np.array_equal(first.order, batches(corpus).plan(1).order)
     assert not np.array_equal(first.order, batches(corpus, seed=4).plan(0).order)
 
 
-def test_the_plan_does_not_drift(tokenizer: Tokenizer) -> None:
+def test_the_plan_equals_a_recorded_one(tokenizer: Tokenizer) -> None:
     # A run resumed under another version of the libraries must see the same batches.
     pairs = [[("a b c", "d")]] * 6 + [[("a " * 30, "b")]] * 3
     corpus = Corpus.in_memory(pairs, tokenizer)
@@ -159,7 +159,7 @@ def test_ladder(longest: int) -> None:
     assert ladder(100) == [8, 16, 24, 32, 40, 48, 56, 64, 80, 88, 104]
 
 
-def test_mistakes_are_named(corpus: Corpus) -> None:
+def test_invalid_arguments_are_refused(corpus: Corpus) -> None:
     with pytest.raises(UserError, match="no example"):
         Batches(corpus, np.empty((0, 2), dtype=np.int64), batch_tokens=10, seed=0)
     with pytest.raises(UserError, match="batch_tokens must be at least 64, .*, got 20"):
@@ -168,14 +168,14 @@ def test_mistakes_are_named(corpus: Corpus) -> None:
         batches(corpus, buckets=[8, 16])
 
 
-def test_prefetching_changes_nothing(corpus: Corpus) -> None:
+def test_prefetching_yields_the_same_batches(corpus: Corpus) -> None:
     made = batches(corpus)
     fetched = list(prefetch(made.epoch(0), depth=2))
     for batch, expected in zip(fetched, made.epoch(0), strict=True):
         assert torch.equal(batch.source, expected.source) and batch.position == expected.position
 
 
-def test_prefetching_passes_errors_on_and_stops_when_left(corpus: Corpus) -> None:
+def test_prefetching_propagates_errors_and_stops_its_thread(corpus: Corpus) -> None:
     def broken() -> Iterator[Batch]:
         yield next(batches(corpus).epoch(0))
         raise OSError("the disk went away")
@@ -190,7 +190,7 @@ def test_prefetching_passes_errors_on_and_stops_when_left(corpus: Corpus) -> Non
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_moving_keeps_everything_else(corpus: Corpus) -> None:
+def test_moving_a_batch_keeps_its_other_fields(corpus: Corpus) -> None:
     batch = next(batches(corpus).epoch(0))
     moved = batch.to("cpu")
     assert torch.equal(moved.target_in, batch.target_in)

@@ -1,4 +1,4 @@
-"""Encoded corpora: exact, memory-mapped, and never half there."""
+"""Encoded corpora: exact, memory-mapped, complete or absent."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,9 @@ def same(first: Corpus, second: Corpus) -> bool:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_disk_and_memory_hold_the_same(tokenizer: Tokenizer, tmp_path: Path, chunk: int) -> None:
+def test_disk_and_memory_hold_equal_arrays(
+    tokenizer: Tokenizer, tmp_path: Path, chunk: int
+) -> None:
     write(tmp_path / "c", tokenizer, DOCUMENTS, chunk)
     corpus = Corpus.open(tmp_path / "c")
     assert same(corpus, Corpus.in_memory(DOCUMENTS, tokenizer))
@@ -89,7 +91,7 @@ def test_interrupted_writing_leaves_nothing(
         Corpus.open(tmp_path / "c")
 
 
-def test_manifest_comes_last(
+def test_the_manifest_is_written_last(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Packing: every sentence once, in order, within the limit, and greedily."""
+"""Packing: every sentence once, in order, within the limit, greedily."""
 
 import numpy as np
 import pytest
@@ -76,12 +76,12 @@ def test_known_packing() -> None:
     assert crossed.spans.tolist() == [[0, 2], [2, 4], [4, 5], [5, 6]]
 
 
-def test_sentences_on_their_own() -> None:
+def test_single_sentences() -> None:
     corpus = corpus_of([[(3, 2), (30, 2)], [(1, 9)]])
     packed = packing.single_sentences(corpus, 10)
     assert packed.spans.tolist() == [[0, 1], [2, 3]] and packed.excluded.tolist() == [1]
 
 
-def test_wrong_limits_are_named() -> None:
+def test_invalid_limits_are_refused() -> None:
     with pytest.raises(UserError, match="2 <= limit <= cap, got 10 and 5"):
         packing.pack_sentences(corpus_of([]), 10, cap=5)

@@ -1,4 +1,4 @@
-"""Preparing: whole or not at all, the same once more for nothing, and never over something else."""
+"""Preparation: complete or absent, not repeated for equal inputs, never over foreign files."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_a_prepared_folder_holds_the_text(files: dict, prepared: Prepared) -> No
             assert list(opened.documents(split)) == documents
 
 
-def test_same_again_is_a_no_op_and_other_inputs_are_refused(
+def test_equal_inputs_are_not_prepared_again_and_others_are_refused(
     files: dict, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {p: p.stat().st_mtime_ns for p in prepared.folder.rglob("*")}
@@ -76,7 +76,7 @@ def test_overwriting_replaces_the_whole_folder(files: dict, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_folders_of_others_are_never_touched(files: dict, tmp_path: Path) -> None:
+def test_foreign_folders_are_not_changed(files: dict, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for overwrite in (False, True):
         with pytest.raises(UserError, match="exists and is not a prepared folder"):
@@ -130,7 +130,7 @@ def test_failed_overwriting_keeps_the_old_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_killed_processes_leave_nothing_that_looks_finished(files: dict, tmp_path: Path) -> None:
+def test_killed_processes_leave_no_complete_folder(files: dict, tmp_path: Path) -> None:
     source, target = files["train"][0][:2]
     script = (
         "import os, sys, time\n"
@@ -155,7 +155,7 @@ def test_killed_processes_leave_nothing_that_looks_finished(files: dict, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
-def test_files_of_a_split_follow_each_other(files: dict, tmp_path: Path) -> None:
+def test_the_files_of_a_split_are_concatenated(files: dict, tmp_path: Path) -> None:
     both = {"train": [*files["train"], *files["dev"]], "dev": files["dev"]}
     joined = prepare(tmp_path / "p", both, vocab_size=300)
     documents = [d for part in both["train"] for d in text.read_documents(part)]
@@ -187,7 +187,7 @@ def test_the_vocabulary_is_learnt_from_a_sample(
         ({"train": [1]}, {"tokenizer": "no.json"}, "no.json is not a file"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_written(
+def test_invalid_arguments_are_refused_before_any_file_is_written(
     tmp_path: Path, splits: dict, options: dict, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""Aligned text: whatever the bytes, documents come out or one sentence says what is wrong."""
+"""Aligned text: any bytes give documents or a one-sentence error."""
 
 import gzip
 import io
@@ -110,14 +110,14 @@ def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     assert [sentence.source for sentence in text.read_sentences(files)] == ["a", "\ufeffb"]
 
 
-def test_without_marks_every_line_stands_alone(tmp_path: Path) -> None:
+def test_without_marks_every_line_is_a_document(tmp_path: Path) -> None:
     files = pair(tmp_path, b"a\nb\n", b"c\nd\n")
     assert list(text.read_documents(files)) == [[("a", "c")], [("b", "d")]]
     whole = files._replace(documents=True)
     assert list(text.read_documents(whole)) == [[("a", "c"), ("b", "d")]]
 
 
-def test_marks_and_blank_lines_separate(tmp_path: Path) -> None:
+def test_marks_and_blank_lines_separate_documents(tmp_path: Path) -> None:
     content = b"<d>\na\nb\n\nc\n\n\n<d>\n<d>\nd\n"
     files = pair(tmp_path, content, content)
     expected = [["a", "b"], ["c"], ["d"]]
@@ -127,7 +127,7 @@ def test_marks_and_blank_lines_separate(tmp_path: Path) -> None:
     assert [len(d) for d in text.read_documents(alone)] == [1, 1, 1, 1]
 
 
-def test_keys_join_neighbouring_documents(tmp_path: Path) -> None:
+def test_equal_keys_join_consecutive_documents(tmp_path: Path) -> None:
     content = b"<d>\na\n<d>\nb\nc\n<d>\nd\n"
     keys = tmp_path / "keys.tsv"
     files = pair(tmp_path, content, content, documents=True, keys=keys)
@@ -144,7 +144,7 @@ def test_keys_join_neighbouring_documents(tmp_path: Path) -> None:
         list(text.read_documents(late))
 
 
-def test_long_lines_pass_and_endless_ones_are_refused(
+def test_long_lines_are_read_and_endless_ones_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = "x" * 100_000

@@ -1,4 +1,4 @@
-"""Text to ids and back, exactly, whatever the text."""
+"""The tokenizer is lossless for every text."""
 
 import subprocess
 import sys
@@ -32,20 +32,20 @@ def test_round_trip_is_exact(tokenizer: Tokenizer, text: str) -> None:
 
 @settings(max_examples=100)
 @given(texts=st.lists(st.one_of(UNICODE, SPACED), max_size=4))
-def test_the_table_of_words_changes_nothing(tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_the_word_cache_does_not_change_ids(tokenizer: Tokenizer, texts: list[str]) -> None:
     library = tokenizer._bpe
     expected = [library.encode(text, add_special_tokens=False).ids for text in texts]
     assert tokenizer.encode_batch(texts) == expected
 
 
-def test_the_table_changes_nothing_on_the_sample(tokenizer: Tokenizer) -> None:
+def test_the_word_cache_does_not_change_the_ids_of_the_sample(tokenizer: Tokenizer) -> None:
     texts = [line for pair in sample.sentences(7, 500) for line in pair]
     library = tokenizer._bpe
     expected = [library.encode(text, add_special_tokens=False).ids for text in texts]
     assert tokenizer.encode_batch(texts) == expected
 
 
-def test_the_table_stays_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_word_cache_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Tokenizer(tokenizer._specification)
     monkeypatch.setattr(module, "_CACHED_WORDS", 5)
     text = " ".join(f"word{number}" for number in range(50))
@@ -59,12 +59,14 @@ UNSEEN = ["مرحبا بالعالم", "שלום", "👩\u200d👩\u200d👧", "
 
 
 @pytest.mark.parametrize("text", [*SPECIAL, *UNSEEN])
-def test_special_names_and_unseen_scripts_are_text(tokenizer: Tokenizer, text: str) -> None:
+def test_special_names_and_unseen_scripts_are_encoded_as_text(
+    tokenizer: Tokenizer, text: str
+) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and min(ids) > SEP
 
 
-def test_special_names_in_training_text_are_text_too() -> None:
+def test_special_names_in_training_text_are_encoded_as_text() -> None:
     tokenizer = Tokenizer.train(["‹sep› <sep> ‹pad›"] * 50, MIN_VOCAB + 40)
     assert tokenizer.decode(tokenizer.encode("‹sep›")) == "‹sep›"
     assert min(tokenizer.encode("‹sep› ‹pad›")) > SEP
@@ -80,7 +82,7 @@ def test_documents_round_trip(tokenizer: Tokenizer, sentences: list[str]) -> Non
 @pytest.mark.parametrize(
     "unit", ["a", " ", "9", ".", "ab ", "\u202b", "😀", "\u0301", "aB", "\t", "'s"]
 )
-def test_long_lines_take_time_in_proportion(tokenizer: Tokenizer, unit: str) -> None:
+def test_time_is_linear_in_the_length_of_a_line(tokenizer: Tokenizer, unit: str) -> None:
     text = (unit * 100_000)[:100_000]
     start = time.perf_counter()
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -88,7 +90,7 @@ def test_long_lines_take_time_in_proportion(tokenizer: Tokenizer, unit: str) -> 
     assert time.perf_counter() - start < 10
 
 
-def test_training_on_long_lines_ends() -> None:
+def test_training_on_long_lines_terminates() -> None:
     start = time.perf_counter()
     Tokenizer.train(["ab" * 50_000, "x" * 100_000, " " * 100_000, "😀" * 100_000], 400)
     assert time.perf_counter() - start < 10
@@ -117,7 +119,7 @@ def test_vocabulary_is_smaller_when_there_is_nothing_to_learn() -> None:
     assert Tokenizer.train([], 1000).vocab_size == MIN_VOCAB
 
 
-def test_mistakes_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size must be at least 260, .*, got 100"):
         Tokenizer.train([], 100)
     with pytest.raises(UserError, match="lone surrogate"):

@@ -1,4 +1,4 @@
-"""Counts are extracted once, and scores are those of sacreBLEU all the same."""
+"""Cached metrics extract counts once and give sacreBLEU's scores."""
 
 import tracemalloc
 from typing import Any
@@ -10,17 +10,17 @@ from sacrebleu.significance import PairedTest
 
 from reluformer.evaluation.cached_metric import METRICS, CachedMetric, Metric
 
-WANTED = ["The cat sat on the mat today.", "It was a big grey cat.", "Nobody slept at all."] * 5
-GIVEN = ["The cat sat on the mat yesterday.", "It was a grey cat.", "Somebody slept at all."] * 5
-OTHER = ["The cat on mat.", "It a big dog.", "Nobody."] * 5
+REFERENCE = ["The cat sat on the mat today.", "It was a big grey cat.", "Nobody slept at all."] * 5
+GOOD = ["The cat sat on the mat yesterday.", "It was a grey cat.", "Somebody slept at all."] * 5
+BAD = ["The cat on mat.", "It a big dog.", "Nobody."] * 5
 
 
-def test_scores_of_all_and_of_some() -> None:
-    metric = CachedMetric("BLEU", WANTED, [GIVEN], "13a")
-    assert metric.score(GIVEN) == sacrebleu.corpus_bleu(GIVEN, [WANTED]).score
-    some = sacrebleu.corpus_bleu([GIVEN[0], GIVEN[2]], [[WANTED[0], WANTED[2]]]).score
-    assert metric.score(GIVEN, [0, 2]) == some
-    assert metric.signature == str(sacrebleu.BLEU(references=[WANTED]).get_signature())
+def test_scores_of_all_and_of_chosen_segments() -> None:
+    metric = CachedMetric("BLEU", REFERENCE, [GOOD], "13a")
+    assert metric.score(GOOD) == sacrebleu.corpus_bleu(GOOD, [REFERENCE]).score
+    some = sacrebleu.corpus_bleu([GOOD[0], GOOD[2]], [[REFERENCE[0], REFERENCE[2]]]).score
+    assert metric.score(GOOD, [0, 2]) == some
+    assert metric.signature == str(sacrebleu.BLEU(references=[REFERENCE]).get_signature())
 
 
 def test_every_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,40 +32,40 @@ def test_every_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, sentence)
 
     monkeypatch.setattr(CHRF, "_preprocess_segment", spy)
-    metric = CachedMetric("chrF2", WANTED, [GIVEN, OTHER, GIVEN], "13a")
+    metric = CachedMetric("chrF2", REFERENCE, [GOOD, BAD, GOOD], "13a")
     for _ in range(2):
-        metric.score(GIVEN)
-        metric.score(OTHER)
-        metric.resampled([GIVEN, OTHER], 3)
-    systems: list[Any] = [("given", GIVEN), ("other", OTHER)]
+        metric.score(GOOD)
+        metric.score(BAD)
+        metric.resampled([GOOD, BAD], 3)
+    systems: list[Any] = [("given", GOOD), ("other", BAD)]
     _, kept = PairedTest(systems, {"chrF2": metric.metric}, None, "bs", 10)()
-    assert sorted(read) == sorted(WANTED + GIVEN + OTHER)
+    assert sorted(read) == sorted(REFERENCE + GOOD + BAD)
     monkeypatch.undo()
-    _, fresh = PairedTest(systems, {"chrF2": CHRF()}, [WANTED], "bs", 10)()
+    _, fresh = PairedTest(systems, {"chrF2": CHRF()}, [REFERENCE], "bs", 10)()
     assert str(kept) == str(fresh)
 
 
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("name", METRICS)
-def test_every_metric_is_that_of_sacrebleu(name: Metric, lower: bool) -> None:
-    texts = [GIVEN, OTHER, WANTED, [""] * 15, ["", *GIVEN[1:]], [" ".join(GIVEN)] * 15]
-    metric = CachedMetric(name, WANTED, texts, "intl", lower=lower)
+def test_every_metric_equals_sacrebleu(name: Metric, lower: bool) -> None:
+    texts = [GOOD, BAD, REFERENCE, [""] * 15, ["", *GOOD[1:]], [" ".join(GOOD)] * 15]
+    metric = CachedMetric(name, REFERENCE, texts, "intl", lower=lower)
     fresh: dict[str, Any] = {
         "BLEU": sacrebleu.BLEU(lowercase=lower, tokenize="intl"),
         "chrF2": sacrebleu.CHRF(lowercase=lower),
         "TER": sacrebleu.TER(case_sensitive=not lower),
     }
     for text in texts:
-        assert metric.score(text) == fresh[name].corpus_score(text, [WANTED]).score
+        assert metric.score(text) == fresh[name].corpus_score(text, [REFERENCE]).score
     assert metric.signature == str(fresh[name].get_signature())
 
 
-def test_the_reference_is_not_kept() -> None:
-    """Its n-grams take a hundred times the memory of the counts."""
+def test_the_n_grams_of_the_reference_are_freed() -> None:
+    """They take a hundred times the memory of the counts."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    metric = CachedMetric("chrF2", WANTED * 10, [GIVEN * 10], "13a")
+    metric = CachedMetric("chrF2", REFERENCE * 10, [GOOD * 10], "13a")
     kept = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert metric.score(GIVEN * 10) > 50
-    assert kept < 2_000 * len(WANTED * 10)
+    assert metric.score(GOOD * 10) > 50
+    assert kept < 2_000 * len(REFERENCE * 10)

@@ -1,4 +1,4 @@
-"""Cutting long lines and packing documents: nothing is lost, everything fits."""
+"""Segmentation of long lines and documents: no text is lost, every span fits."""
 
 import pytest
 from hypothesis import given
@@ -8,16 +8,16 @@ from reluformer.translation.segments import SegmentedLines, Span, pack, split_li
 
 
 def characters(texts):
-    """A stand-in for a tokenizer: every character is a token."""
+    """Replaces the tokenizer: every character is a token."""
     return [[ord(c) for c in text] for text in texts]
 
 
 def words(texts):
-    """Another: every word is a token, whatever its length."""
+    """Replaces the tokenizer: every word is a token."""
     return [[1] * len(text.split()) for text in texts]
 
 
-def test_a_long_line_is_cut_after_sentences() -> None:
+def test_a_long_line_is_split_after_sentences() -> None:
     text = "One is here. Two is there! Three? Four, and this one is long, goes on."
     cut = split_line(text, 30, characters)
     assert [piece.text for piece in cut] == [
@@ -28,13 +28,13 @@ def test_a_long_line_is_cut_after_sentences() -> None:
     ]
 
 
-def test_without_punctuation_it_is_cut_between_words_and_then_anywhere() -> None:
+def test_a_line_without_punctuation_is_split_between_words_and_then_anywhere() -> None:
     cut = [piece.text for piece in split_line("aaa bbb ccc ddddddddddd e", 7, characters)]
     assert cut == ["aaa bbb", "ccc", "ddddd", "dddddd", "e"]
 
 
 @given(st.text(min_size=1, max_size=300), st.integers(1, 40))
-def test_pieces_and_their_spaces_are_the_text(text: str, limit: int) -> None:
+def test_pieces_and_their_spaces_concatenate_to_the_text(text: str, limit: int) -> None:
     text = text.strip() or "x"
     cut = split_line(text, limit, characters)
     assert "".join(piece.text + piece.space for piece in cut) == text
@@ -42,7 +42,7 @@ def test_pieces_and_their_spaces_are_the_text(text: str, limit: int) -> None:
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60))
-def test_spans_hold_every_sentence_once(lengths: list[int], limit: int) -> None:
+def test_spans_contain_every_sentence_once(lengths: list[int], limit: int) -> None:
     spans = pack(lengths, limit)
     assert [i for span in spans for i in range(span.first, span.end)] == list(range(len(lengths)))
     for span in spans:
@@ -53,38 +53,40 @@ def test_spans_hold_every_sentence_once(lengths: list[int], limit: int) -> None:
         assert sum(lengths[before.first : after.first + 1]) + len(before) > limit
 
 
-def test_halves() -> None:
+def test_a_span_is_halved() -> None:
     assert Span(3, 8).halves() == (Span(3, 5), Span(5, 8))
 
 
 LINES = ["<d>", "a b", "c", " ", "d e f", "<d>", "g", "h " * 30, "i"]
 
 
-def test_a_layout_keeps_documents_apart_and_long_lines_alone() -> None:
-    layout = SegmentedLines(LINES, 10, words, together=True, marks=True)
-    texts = [[layout.pieces[i].text for i in range(s.first, s.end)] for s in layout.spans]
+def test_spans_separate_documents_and_long_lines() -> None:
+    segmented = SegmentedLines(LINES, 10, words, together=True, marks=True)
+    texts = [[segmented.pieces[i].text for i in range(s.first, s.end)] for s in segmented.spans]
     assert texts[:3] == [["a b", "c"], ["d e f"], ["g"]]
     assert texts[-1] == ["i"]
-    assert layout.long == [7]
+    assert segmented.long == [7]
     assert texts[3:-1] == [["h " * 9 + "h"]] * 3
 
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("marks", [True, False])
-def test_a_layout_puts_everything_back(together: bool, marks: bool) -> None:
-    layout = SegmentedLines(LINES, 10, words, together=together, marks=marks)
-    for span in layout.spans:
-        layout.fill(span, [layout.pieces[i].text.upper() for i in range(span.first, span.end)])
+def test_translations_are_put_in_their_places(together: bool, marks: bool) -> None:
+    segmented = SegmentedLines(LINES, 10, words, together=together, marks=marks)
+    for span in segmented.spans:
+        segmented.fill(
+            span, [segmented.pieces[i].text.upper() for i in range(span.first, span.end)]
+        )
     mark = "<d>" if marks else "<D>"
     expected = [mark if line == "<d>" else line.strip().upper() for line in LINES]
-    assert layout.translations() == expected
+    assert segmented.translations() == expected
 
 
-def test_what_cannot_be_a_translation_of_a_span() -> None:
-    layout = SegmentedLines(["a", "b", "b"], 10, characters, together=True, marks=True)
-    (span,) = layout.spans
-    assert layout.fits(span, ["A", "B", "B"])
-    assert layout.fits(span, ["A", "B", "C"])
-    assert not layout.fits(span, ["A", "B"])
-    assert not layout.fits(span, ["A", "B", " "])
-    assert not layout.fits(span, ["A", "A", "A"])
+def test_translations_that_do_not_fit_a_span() -> None:
+    segmented = SegmentedLines(["a", "b", "b"], 10, characters, together=True, marks=True)
+    (span,) = segmented.spans
+    assert segmented.fits(span, ["A", "B", "B"])
+    assert segmented.fits(span, ["A", "B", "C"])
+    assert not segmented.fits(span, ["A", "B"])
+    assert not segmented.fits(span, ["A", "B", " "])
+    assert not segmented.fits(span, ["A", "A", "A"])

@@ -1,4 +1,4 @@
-"""Streams: lines as they arrive, odd bytes, several processes."""
+"""Streams: lines as they arrive, invalid bytes, compressed files."""
 
 import gzip
 import io
@@ -18,7 +18,7 @@ from reluformer.translation.stream import translate_stream
 
 
 class Upper:
-    """Stands in for a translator."""
+    """Replaces the translator: upper case."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -37,7 +37,7 @@ def translate(data: bytes, document: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("document", [False, True])
-def test_one_line_for_each_line(document: bool) -> None:
+def test_one_output_line_per_input_line(document: bool) -> None:
     assert translate(b"", document) == b""
     assert translate(b"\n", document) == b"\n"
     assert translate(b"a\n\nb", document) == b"A\n\nB\n"
@@ -45,7 +45,7 @@ def test_one_line_for_each_line(document: bool) -> None:
     assert translate(b"a\x0cb\xe2\x80\xa8c\n", document) == b"A\x0cB\xe2\x80\xa8C\n"
 
 
-def test_bad_bytes_are_replaced_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_bytes_are_replaced_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert translate(b"a\nb\xff\n\xff\n") == "A\nB\ufffd\n\ufffd\n".encode()
     assert len(caplog.records) == 1 and "line 2" in caplog.text
     caplog.clear()
@@ -54,12 +54,12 @@ def test_bad_bytes_are_replaced_with_a_warning(caplog: pytest.LogCaptureFixture)
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_any_bytes_give_as_many_lines(data: bytes, document: bool) -> None:
+def test_any_bytes_preserve_the_number_of_lines(data: bytes, document: bool) -> None:
     expected = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
     assert translate(data, document).count(b"\n") == expected
 
 
-def test_documents_are_not_cut_between_blocks() -> None:
+def test_blocks_do_not_split_documents() -> None:
     lines = [f"line {i}" if i % 97 else "<d>" for i in range(1, 3000)]
     reader = LineReader(io.BytesIO("\n".join(lines).encode()), "input")
     blocks = list(reader.blocks(100, documents=True))
@@ -68,15 +68,15 @@ def test_documents_are_not_cut_between_blocks() -> None:
     assert max(map(len, blocks)) <= 200
 
 
-def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reluformer.translation.line_reader.MAX_LINE_BYTES", 100)
     monkeypatch.setattr("reluformer.translation.line_reader._CHUNK", 16)
     with pytest.raises(UserError, match="line 2"):
         translate(b"a\n" + b"x" * 200)
 
 
-def test_a_silent_pipe_gets_its_answers() -> None:
-    """A program that waits for each answer before it goes on must not wait for ever."""
+def test_a_silent_pipe_gets_its_translations() -> None:
+    """A program may wait for each translation before it writes the next line."""
     read, write = os.pipe()
     answers: list[str] = []
     with os.fdopen(read, "rb") as source:

@@ -1,4 +1,4 @@
-"""The translator: shapes of input, documents, long lines, maps, and anything at all."""
+"""The translator: kinds of input, documents, long lines, attention maps, arbitrary text."""
 
 import random
 from pathlib import Path
@@ -31,7 +31,7 @@ def make(tokenizer: Tokenizer, config: SearchConfig = SHORT, **settings) -> Tran
 
 
 class Shouting(Translator):
-    """Answers in capitals, after what `mistake` does to the sentences of an answer."""
+    """Translates into upper case, after `mistake` has changed the sentences."""
 
     seen: list[list[str]]
     complete = True
@@ -60,7 +60,7 @@ def shouting(tokenizer: Tokenizer) -> Shouting:
     return translator
 
 
-def test_a_text_gives_a_text_and_a_list_a_list(shouting: Shouting) -> None:
+def test_text_gives_text_and_a_list_gives_a_list(shouting: Shouting) -> None:
     assert shouting("the cat") == "THE CAT"
     assert shouting("the cat\n\nthe dog\n") == "THE CAT\n\nTHE DOG\n"
     assert shouting(["the cat", "", "the dog\nsat"]) == ["THE CAT", "", "THE DOG\nSAT"]
@@ -70,7 +70,7 @@ def test_a_text_gives_a_text_and_a_list_a_list(shouting: Shouting) -> None:
     assert all(len(sentences) == 1 for sentences in shouting.seen)
 
 
-def test_lines_that_look_like_marks_are_text_unless_documents_are_wanted(
+def test_document_marks_are_text_outside_documents(
     shouting: Shouting,
 ) -> None:
     assert shouting(["<d>"]) == ["<D>"]
@@ -84,7 +84,7 @@ def test_sentences_of_a_document_are_translated_together(shouting: Shouting) -> 
     assert shouting.document(["the cat\nsat", "the dog"]) == ["THE CAT SAT", "THE DOG"]
 
 
-def test_a_model_of_sentences_translates_documents_sentence_by_sentence(
+def test_a_sentence_model_translates_documents_by_sentence(
     tokenizer: Tokenizer, shouting: Shouting, caplog: pytest.LogCaptureFixture
 ) -> None:
     shouting.documents = False
@@ -104,7 +104,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_part_with_another_number_of_sentences_is_translated_again(
+def test_a_span_with_a_wrong_number_of_sentences_is_translated_again(
     shouting: Shouting, mistake
 ) -> None:
     shouting.mistake = mistake
@@ -128,7 +128,7 @@ def test_an_incomplete_document_is_translated_again(
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=50)
-def test_documents_come_back_line_by_line_whatever_the_model_does(
+def test_documents_keep_their_lines_whatever_the_model_returns(
     lines: list[str], rng: random.Random
 ) -> None:
     translator = Shouting(make(BYTES).model, BYTES, trained_length=24)
@@ -150,14 +150,14 @@ def test_a_long_line_is_translated_in_pieces_with_a_warning(
     assert "line 2" in caplog.text and "31 tokens" in caplog.text
 
 
-def test_a_translation_of_the_greatest_length_is_named(
+def test_a_translation_of_maximum_length_is_reported(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tokenizer)(["", "the cat sat"])
     assert "line 2" in caplog.text and "incomplete" in caplog.text
 
 
-def test_going_beyond_the_trained_length_is_named(
+def test_a_length_beyond_training_is_reported(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tokenizer, max_length=64)
@@ -166,7 +166,7 @@ def test_going_beyond_the_trained_length_is_named(
         make(tokenizer, max_length=1)
 
 
-def test_impossible_settings_are_refused(tokenizer: Tokenizer) -> None:
+def test_invalid_settings_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="batch_tokens"):
         make(tokenizer, batch_tokens=0)
     with pytest.raises(UserError, match="beem is not a setting of the search, allowed: .*beam"):
@@ -175,7 +175,7 @@ def test_impossible_settings_are_refused(tokenizer: Tokenizer) -> None:
         Translator.load("nowhere", beam=3)
 
 
-def test_order_and_results_do_not_depend_on_the_batches(tokenizer: Tokenizer) -> None:
+def test_results_do_not_depend_on_the_batches(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     texts = [" ".join(rng.choices(["the", "cat", "dog", "sat"], k=k % 9 + 1)) for k in range(40)]
     config = SearchConfig(beam=2, max_extra=2, max_ratio=1)
@@ -191,7 +191,7 @@ def test_the_same_text_gets_the_same_sample(tokenizer: Tokenizer) -> None:
     assert translator("the dog sat on the mat") == second
 
 
-def test_maps_have_the_sizes_of_their_tokens(tokenizer: Tokenizer) -> None:
+def test_attention_maps_have_the_shapes_of_their_tokens(tokenizer: Tokenizer) -> None:
     translator = make(tokenizer)
     with translator.recording() as maps:
         translator(["the cat sat", "the"])
@@ -220,7 +220,7 @@ ANYTHING = st.text(
 
 @given(st.lists(ANYTHING, max_size=4), st.booleans())
 @settings(max_examples=40)
-def test_anything_gives_one_line_for_each(lines: list[str], document: bool) -> None:
+def test_any_text_gives_one_line_per_line(lines: list[str], document: bool) -> None:
     translator = make(BYTES, SearchConfig(beam=1, max_ratio=0, max_extra=2), trained_length=16)
     lines = [line.replace("\n", " ") for line in lines]
     found = translator.document(lines) if document else translator(lines)
@@ -236,7 +236,7 @@ def test_a_line_of_100_000_characters(tokenizer: Tokenizer) -> None:
     assert len(translator(["x" * 100_000, "the cat " * 12_500])) == 2
 
 
-def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer) -> None:
+def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="surrogate"):
         make(tokenizer)("the \ud800 cat")
 

@@ -1,4 +1,4 @@
-"""The generated task: deterministic, one reference a meaning, splits that share nothing."""
+"""The generated task: deterministic, one reference per meaning, disjoint splits."""
 
 from collections import defaultdict
 from hashlib import sha256
@@ -19,7 +19,7 @@ def test_same_seed_same_text_and_prefix() -> None:
     assert list(sample.sentences(5, 300)) != list(sample.sentences(6, 300))
 
 
-def test_the_text_does_not_drift() -> None:
+def test_the_text_equals_a_recorded_one() -> None:
     # Trained models and recorded scores depend on every word.
     lines = [line for pair in sample.sentences(1, 500) for line in pair]
     lines += [line for d in sample.documents(1, 100, split="test") for pair in d for line in pair]
@@ -40,7 +40,7 @@ def test_each_sentence_has_one_translation_in_either_direction() -> None:
     assert len(german) > 20_000
 
 
-def test_documents_decide_what_sentences_leave_open() -> None:
+def test_documents_resolve_what_single_sentences_leave_open() -> None:
     by_sentence, by_document = defaultdict(set), defaultdict(set)
     for document in sample.documents(0, 4_000):
         for source, target in document:
@@ -52,7 +52,7 @@ def test_documents_decide_what_sentences_leave_open() -> None:
     assert all(len(targets) == 1 for targets in by_document.values())
 
 
-def test_pronouns_follow_the_gender_of_what_was_introduced() -> None:
+def test_pronouns_have_the_gender_of_their_noun() -> None:
     nouns = {noun.english: noun for noun in [*THINGS, *VEHICLES, *BUILDINGS]}
     genders = {name: gender for gender, name in PEOPLE}
     checked = 0
@@ -94,14 +94,14 @@ def test_written_splits_share_no_sentence(tmp_path: Path, documents: bool) -> No
     assert seen["dev"].isdisjoint(seen["test"])
 
 
-def test_toys() -> None:
+def test_copy_and_reverse_pairs() -> None:
     for source, target in sample.reverse_pairs(0, 100, symbols=4, length_range=(2, 6)):
         assert source.split()[::-1] == target.split()
         assert set(source) <= set("abcd ") and 2 <= len(source.split()) <= 6
     assert all(source == target for source, target in sample.copy_pairs(0, 20))
 
 
-def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="symbols must be from 1 to 26, got 27"):
         next(sample.reverse_pairs(0, 1, symbols=27))
     with pytest.raises(UserError, match="length_range"):

@@ -1,4 +1,4 @@
-"""Slow and obvious counterparts of the searches: whole forward passes, no cache, no batch."""
+"""Reference searches: whole forward passes, without KV cache and batching."""
 
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ def tiny_model(
     ending: float = 2.0,
     **settings: Any,
 ) -> ReLUFormer:
-    """A random model whose likeliest tokens differ clearly; `ending` raises the end mark."""
+    """A random model with distinct logits; `ending` raises the logit of the end token."""
     torch.manual_seed(seed)
     defaults = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "slots": 16}
     config = ModelConfig(
@@ -31,7 +31,7 @@ def tiny_model(
 
 
 def log_probabilities(model: ReLUFormer, source: list[int], tokens: list[int]) -> torch.Tensor:
-    """[len(tokens) + 1, vocabulary]: of each next token after each prefix of `tokens`."""
+    """Log-probabilities of the next token after each prefix, [len(tokens) + 1, vocabulary]."""
     config = model.config
     with torch.no_grad():
         logits = model(
@@ -41,7 +41,7 @@ def log_probabilities(model: ReLUFormer, source: list[int], tokens: list[int]) -
 
 
 def log_probability(model: ReLUFormer, source: list[int], tokens: list[int]) -> float:
-    """Of `tokens` and the end mark after them."""
+    """Log-probability of `tokens` followed by the end token."""
     table = log_probabilities(model, source, tokens)
     wanted = torch.tensor([*tokens, model.config.eos_id])
     return float(table.gather(1, wanted.unsqueeze(-1)).sum())
@@ -50,7 +50,7 @@ def log_probability(model: ReLUFormer, source: list[int], tokens: list[int]) -> 
 def exhaustive(
     model: ReLUFormer, source: list[int], shortest: int, longest: int, length_penalty: float
 ) -> list[tuple[float, list[int]]]:
-    """Every hypothesis with its score, best first."""
+    """All hypotheses with their scores, best first."""
     config = model.config
     special = {config.pad_id, config.bos_id, config.eos_id}
     words = [token for token in range(config.vocabulary) if token not in special]

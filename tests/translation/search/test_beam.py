@@ -1,4 +1,4 @@
-"""Beam search against exhaustive search, against itself in other batches, and without stopping."""
+"""Beam search against exhaustive search, in other batches, and without early stopping."""
 
 import random
 
@@ -15,7 +15,7 @@ SOURCES = [[3, 4, 5, 6, 7], [7], [5, 5], [4, 3, 7, 6, 5, 4, 3, 7, 6, 5], [6, 3, 
 
 @pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
 @pytest.mark.parametrize("kind", ["relu", "softmax"])
-def test_a_beam_of_full_width_finds_the_best_of_all(kind: str, length_penalty: float) -> None:
+def test_a_full_beam_equals_exhaustive_search(kind: str, length_penalty: float) -> None:
     model = tiny_model(kind, vocabulary=6, seed=3)
     config = SearchConfig(beam=3 + 9 + 27, length_penalty=length_penalty)
     task = Task([[3, 4], [5, 5, 4, 3]], shortest=[1, 0], longest=[3, 3], keys=[0, 1])
@@ -29,7 +29,7 @@ def test_a_beam_of_full_width_finds_the_best_of_all(kind: str, length_penalty: f
 
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
-def test_scores_are_those_of_the_forward_pass(beam: int) -> None:
+def test_scores_equal_the_forward_pass(beam: int) -> None:
     model = tiny_model()
     config = SearchConfig(beam=beam, length_penalty=0.7, max_extra=4, max_ratio=1)
     for source, found in zip(SOURCES, search(model, SOURCES, config), strict=True):
@@ -39,7 +39,7 @@ def test_scores_are_those_of_the_forward_pass(beam: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["relu", "softmax", "sigmoid", "stick_breaking"])
-def test_the_batch_and_its_order_change_nothing(kind: str) -> None:
+def test_results_do_not_depend_on_the_batch_and_its_order(kind: str) -> None:
     model = tiny_model(kind, vocabulary=20, positions="rotary" if kind == "relu" else "sinusoidal")
     generator = random.Random(1)
     sources = [generator.choices(range(3, 20), k=generator.randint(1, 12)) for _ in range(40)]
@@ -69,7 +69,7 @@ def test_a_beam_of_one_is_greedy(seed: int) -> None:
 
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("best", [1, 2])
-def test_stopping_early_changes_nothing(
+def test_early_stopping_does_not_change_results(
     length_penalty: float, best: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SearchConfig(beam=8, length_penalty=length_penalty, max_ratio=1, max_extra=4)
@@ -100,7 +100,7 @@ def test_stopping_early_changes_nothing(
     assert steps["early"] < steps["never"] or length_penalty > 0
 
 
-def test_several_hypotheses_are_different_and_in_order() -> None:
+def test_several_hypotheses_differ_and_are_sorted() -> None:
     model = tiny_model()
     config = SearchConfig(beam=5)
     for found in beam_search(model, Task.of(SOURCES, config), config, best=5):
@@ -112,8 +112,8 @@ def test_several_hypotheses_are_different_and_in_order() -> None:
 @pytest.mark.parametrize(
     ("kind", "memory"), [*((k, "relu") for k in ATTENTIONS), ("relu", "persistent")]
 )
-def test_long_hypotheses_have_the_scores_of_the_forward_pass(kind: str, memory: str) -> None:
-    """Long enough that the cache drops tokens which no hypothesis descends from."""
+def test_scores_of_long_hypotheses_equal_the_forward_pass(kind: str, memory: str) -> None:
+    """The hypotheses are so long that the cache drops tokens without descendants."""
     model = tiny_model(kind, vocabulary=12, memory=memory, decoder_layers=1).double()
     lengths = [40, 9, 36]
     task = Task([[3, 4, 5], [6], [7, 8, 9, 10, 11]], lengths, lengths, keys=range(3))

@@ -10,7 +10,7 @@ from tests.translation.search.oracle import log_probabilities, log_probability, 
 SOURCES = [[3, 4, 5], [7], [6, 5, 4, 3, 7, 7], []]
 
 
-def test_greedy_follows_the_likeliest_token_of_the_forward_pass() -> None:
+def test_greedy_search_appends_the_most_likely_token() -> None:
     model = tiny_model(vocabulary=12)
     config = SearchConfig(beam=1, max_ratio=1, max_extra=6)
     for source, found in zip(SOURCES, greedy(model, Task.of(SOURCES, config), config), strict=True):
@@ -30,13 +30,13 @@ def test_greedy_follows_the_likeliest_token_of_the_forward_pass() -> None:
 
 
 def grid(logits: list[float], config: SearchConfig, size: int = 100_000) -> torch.Tensor:
-    """Share of each token when the uniform numbers cover [0, 1) evenly."""
+    """Frequency of each token for evenly spaced numbers in [0, 1)."""
     numbers = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     table = torch.tensor([logits]).expand(size, -1)
     return draw(table, numbers, config).bincount(minlength=len(logits)) / size
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     logits = [0.3, -torch.inf, 2.0, -1.0, 0.3, 1.0]
     for temperature in (0.5, 1.0, 3.0):
         shares = grid(logits, SearchConfig(temperature=temperature))
@@ -44,7 +44,7 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
         torch.testing.assert_close(shares, wanted, atol=1e-4, rtol=0)
 
 
-def test_top_k_cuts_to_the_likeliest() -> None:
+def test_top_k_keeps_the_most_likely() -> None:
     shares = grid([0.0, 2.0, 1.0, -3.0], SearchConfig(top_k=2))
     wanted = torch.tensor([2.0, 1.0]).softmax(-1)
     torch.testing.assert_close(
@@ -52,7 +52,7 @@ def test_top_k_cuts_to_the_likeliest() -> None:
     )
 
 
-def test_top_p_cuts_to_the_fewest_that_reach_the_sum() -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_the_sum() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
     assert grid(logits, SearchConfig(top_p=0.4)).tolist() == [1, 0, 0, 0]
     two = grid(logits, SearchConfig(top_p=0.6))
@@ -60,13 +60,13 @@ def test_top_p_cuts_to_the_fewest_that_reach_the_sum() -> None:
     assert (grid(logits, SearchConfig(top_p=0.999)) > 0).all()
 
 
-def test_a_number_on_the_edge_stays_inside() -> None:
+def test_a_number_on_the_last_edge_gives_a_kept_token() -> None:
     table = torch.tensor([[0.0, -torch.inf, 0.0]])
     almost_one = torch.tensor([1 - 2**-53], dtype=torch.float64)
     assert draw(table, almost_one, SearchConfig()).item() in (0, 2)
 
 
-def test_samples_depend_on_seed_and_key_alone() -> None:
+def test_samples_depend_only_on_seed_and_key() -> None:
     model = tiny_model(vocabulary=30)
     config = SearchConfig(method="sample", max_extra=10, seed=5)
     together = search(model, SOURCES, config)

@@ -1,4 +1,4 @@
-"""Limits, banned tokens, and refusals that all searches share."""
+"""Length limits, banned tokens and errors, for all searches."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ def test_lengths_can_be_forced_for_each_sentence(config: SearchConfig) -> None:
 
 
 @pytest.mark.parametrize("config", METHODS, ids=["greedy", "beam", "sample"])
-def test_special_and_banned_tokens_never_come(config: SearchConfig) -> None:
+def test_special_and_banned_tokens_do_not_occur(config: SearchConfig) -> None:
     model = tiny_model(vocabulary=9)
     found = search(model, [[3, 4], [5], []] * 5, config, banned=(3, 6))
     assert all(set(h.tokens) <= {4, 5, 7, 8} and h.tokens for h in found)
 
 
 @pytest.mark.parametrize("config", METHODS, ids=["greedy", "beam", "sample"])
-def test_the_longest_translation_is_bounded(config: SearchConfig) -> None:
+def test_translations_have_at_most_the_maximum_length(config: SearchConfig) -> None:
     model = tiny_model(vocabulary=9)
     # Give the end mark the logit 0 and everything else a large one: it never comes by itself.
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_nothing_to_translate() -> None:
 
 
 @pytest.mark.parametrize("config", METHODS, ids=["greedy", "beam", "sample"])
-def test_damaged_weights_are_named(config: SearchConfig) -> None:
+def test_damaged_weights_are_reported(config: SearchConfig) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.decoder_norm.weight[0] = torch.nan
@@ -87,6 +87,6 @@ def test_damaged_weights_are_named(config: SearchConfig) -> None:
         ("seed", -1),
     ],
 )
-def test_impossible_settings_are_refused_by_name(field: str, value: object) -> None:
+def test_invalid_settings_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(UserError, match=field):
         SearchConfig(**{field: value})
