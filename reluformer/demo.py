@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn
 
 from reluformer import KeyValueMemory, __version__, relu_attention
 from reluformer.checkpoint import MODEL
@@ -150,8 +151,6 @@ def _watching(names: list[str], steps: int) -> Iterator[Any]:
 
         yield write
         return
-    from rich.progress import BarColumn, Progress, TextColumn
-
     columns = (
         TextColumn("   {task.description:8}"),
         BarColumn(),

@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from reluformer.errors import UserError
 from reluformer.files import write_text
 
@@ -49,7 +51,7 @@ class Tokenizer:
 
     def __init__(self, specification: str) -> None:
         """Create a tokenizer from the JSON text that `save` writes."""
-        self._bpe: Any = _library().Tokenizer.from_str(specification)
+        self._bpe: Any = tokenizers.Tokenizer.from_str(specification)
         self._first = _Words(self._bpe)
         self._inner = _Words(self._bpe, " ").__getitem__
         self._specification = specification
@@ -67,13 +69,12 @@ class Tokenizer:
                 f"vocab_size must be at least {MIN_VOCAB}, the bytes and special ids, got "
                 f"{vocab_size}"
             )
-        library = _library()
-        split = library.pre_tokenizers.Split(library.Regex(_WORDS), "isolated")
-        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        bpe = library.Tokenizer(library.models.BPE())
-        bpe.pre_tokenizer = library.pre_tokenizers.Sequence([split, byte_level])
-        bpe.decoder = library.decoders.ByteLevel()
-        trainer = library.trainers.BpeTrainer(
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
+        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=2,
             special_tokens=list(_SPECIALS),
@@ -157,13 +158,6 @@ class Tokenizer:
             else:
                 sentences[-1].append(i)
         return [self.decode(sentence) for sentence in sentences]
-
-
-def _library() -> Any:
-    # Imported on first use to keep start-up light, and untyped because its types are incomplete.
-    import tokenizers
-
-    return tokenizers
 
 
 class _Words(dict[str, list[int]]):

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.metrics.ter import TER
 
 Metric = Literal["BLEU", "chrF2", "TER"]
 
@@ -81,10 +84,6 @@ class CachedMetric:
 
 
 def _metric(name: Metric, references: list[list[str]], tokenize: str, lower: bool) -> Any:
-    from sacrebleu.metrics.bleu import BLEU
-    from sacrebleu.metrics.chrf import CHRF
-    from sacrebleu.metrics.ter import TER
-
     if name == "BLEU":
         return BLEU(lowercase=lower, tokenize=tokenize, references=references)
     if name == "chrF2":

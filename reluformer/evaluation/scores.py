@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from sacrebleu.metrics.bleu import BLEU
+
 from reluformer.errors import UserError
 from reluformer.evaluation.aligned_files import Documents
 from reluformer.evaluation.cached_metric import METRICS, CachedMetric, Metric
@@ -187,8 +189,6 @@ def _segments(texts: Documents, level: Level) -> list[str]:
 
 
 def _tokenised_bleu(reference: Documents, hypothesis: Documents) -> Score:
-    from sacrebleu.metrics.bleu import BLEU
-
     # sacreBLEU warns of text that looks tokenised; here it is intended.
     metric = BLEU(tokenize="none", force=True)
     segments = _segments(hypothesis, "sentence")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from sacrebleu.significance import PairedTest
 
 from reluformer.evaluation.cached_metric import CachedMetric, Metric
 from reluformer.evaluation.results import Comparison, Level
@@ -20,15 +21,13 @@ def compare(
     Args:
         systems: Segments of each system, by name.
         metrics: Metrics with the cached counts of all systems.
-        level: What a segment is; becomes part of the results.
+        level: Kind of the segments, for the results.
         samples: Number of bootstrap samples.
 
     Yields:
         One comparison for each metric and system, with sacreBLEU's p-value and a confidence
         interval of the difference.
     """
-    from sacrebleu.significance import PairedTest
-
     if not metrics:
         return
     named: list[Any] = list(systems.items())

@@ -98,7 +98,8 @@ def test_training_on_long_lines_terminates() -> None:
 
 def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
     script = (
-        "from reluformer.data.synthetic import sample; from reluformer.data.tokenizer import Tokenizer\n"
+        "from reluformer.data.synthetic import sample\n"
+        "from reluformer.data.tokenizer import Tokenizer\n"
         "lines = [line for pair in sample.sentences(0, 1000) for line in pair]\n"
         "print(Tokenizer.train(lines, 700).sha256)"
     )
