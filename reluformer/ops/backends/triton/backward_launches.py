@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
     """[B, H, Tq, Dv], last dimension contiguous."""
     out: Tensor | None = None
     """Output, for the gradients of gamma and of row normalisation."""
-    count: Tensor | None = None
+    visible_count: Tensor | None = None
     """Number of visible keys of each row, with a mask."""
     grad_sum: Tensor | None = None
     grad_log: Tensor | None = None

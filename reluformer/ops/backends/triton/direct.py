@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from reluformer.ops.backends.triton.descriptors import View
+from reluformer.ops.backends.triton.problem import NO_INPUTS
 
 # The versions of Triton whose launcher this module was written for.
 _IS_KNOWN_TRITON = triton.__version__.startswith("3.6.")
@@ -29,12 +30,11 @@ _runtime = triton.knobs.runtime
 
 def has_hooks() -> bool:
     """Whether a profiler wants to be called before or after launches."""
-    return _is_set(_runtime.launch_enter_hook) or _is_set(_runtime.launch_exit_hook)
-
-
-def _is_set(hook: Any) -> bool:
-    # A hook is a chain of callables, or None.
-    return hook is not None and bool(getattr(hook, "calls", True))
+    for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
+        # A hook is a chain of callables, or None.
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 class _Described(NamedTuple):
@@ -88,12 +88,15 @@ class DirectLaunch:
         the kernel takes descriptors. Other values are passed on.
         """
         args: list[Any] = []
-        for slot, tensor in zip(self._slots, values, strict=False):
+        slots = self._slots
+        for slot, tensor in zip(slots, values, strict=False):
             # Shape, strides and block belong to the slot, so the address identifies the map.
             key = (slot.number, tensor.data_ptr())
             args += _maps.get(key) or _encode(key, slot, tensor)
-        for value in values[len(self._slots) :]:
-            if isinstance(value, Tensor):
+        for value in values[len(slots) :] if slots else values:
+            if value is None or value is NO_INPUTS:
+                args.append(value)
+            elif isinstance(value, Tensor):
                 args.append(value.data_ptr())
             elif isinstance(value, tuple):
                 args.append(tuple([t.data_ptr() if isinstance(t, Tensor) else t for t in value]))

@@ -97,14 +97,15 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
     """
     problem = _problem(call, rule)
     q, k, v, optional, _ = problem
+    gamma, threshold = optional.gamma, optional.threshold
     statistics = call.statistics
     # Row normalisation divides by the row sums, so the kernel computes them.
     computed = statistics if rule.row_normalise is None else max(statistics, 1)
     if not is_untraced(q):
         outputs = operators.attend_traced(problem, computed)
-    elif needs_grad(q, k, v, optional.gamma, optional.threshold):
+    elif needs_grad(q, k, v, gamma, threshold):
         outputs = operators.RectifiedAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, optional.gamma, optional.threshold, problem, computed
+            q, k, v, gamma, threshold, problem, computed
         )
     else:
         outputs = operators.host().run_forward.forward(problem, computed)
@@ -131,37 +132,43 @@ def _problem(call: Call, rule: Rectified) -> Problem:
         max_q, max_k = packing.max_q, packing.max_k
     if call.dropout_p > 0:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=q.device)
-    lengths, mask = visibility.key_lengths, visibility.mask
-    optional = OptionalInputs(
-        rule.gamma if isinstance(rule.gamma, Tensor) else None,
-        rule.threshold if isinstance(rule.threshold, Tensor) else None,
-        None if lengths is None else lengths.contiguous(),
-        None if mask is None else mask.view(torch.uint8),
-        cu_q,
-        cu_k,
-        seed,
-    )
-    settings = _settings(rule, call.scale, max_q, max_k)._replace(
-        causal=visibility.causal,
-        window=visibility.window or 0,
-        dropout_p=float(call.dropout_p),
-        entropy_every=call.entropy_every,
-    )
-    tensors = last_contiguous(q), last_contiguous(k), last_contiguous(v)
-    return Problem(*tensors, optional, settings)
-
-
-def _settings(rule: Rectified, scale: float, max_q: int, max_k: int) -> Settings:
-    gamma, threshold = rule.gamma, rule.threshold
-    return Settings(
-        float(scale),
+    settings = Settings(
+        float(call.scale),
         max_q,
         max_k,
+        *_rule_settings(rule),
+        visibility.causal,
+        visibility.window or 0,
+        float(call.dropout_p),
+        call.entropy_every,
+        float(rule.row_normalise or 0.0),
+    )
+    gamma = rule.gamma if isinstance(rule.gamma, Tensor) else None
+    threshold = rule.threshold if isinstance(rule.threshold, Tensor) else None
+    lengths, mask = visibility.key_lengths, visibility.mask
+    # Plain calls share one object, which launches recognise.
+    optional = NO_INPUTS
+    if not (gamma is threshold is lengths is mask is cu_q is seed is None):
+        optional = OptionalInputs(
+            gamma,
+            threshold,
+            None if lengths is None else lengths.contiguous(),
+            None if mask is None else mask.view(torch.uint8),
+            cu_q,
+            cu_k,
+            seed,
+        )
+    return Problem(last_contiguous(q), last_contiguous(k), last_contiguous(v), optional, settings)
+
+
+def _rule_settings(rule: Rectified) -> tuple[float, float, float, int]:
+    """gamma_value, threshold_value, length_exponent and power of `Settings`."""
+    gamma, threshold = rule.gamma, rule.threshold
+    return (
         1.0 if isinstance(gamma, Tensor) else float(gamma),
         0.0 if isinstance(threshold, Tensor) else float(threshold),
         float(rule.length_exponent),
         rule.power,
-        row_normalise=float(rule.row_normalise or 0.0),
     )
 
 
@@ -181,7 +188,10 @@ def paged_attention(
         [B, H, Tq, Dv].
     """
     capacity = pages.table.shape[1] * pages.keys.shape[2]
-    settings = _settings(rule, scale, q.shape[2], capacity)._replace(causal=causal)
+    settings = Settings(
+        float(scale), q.shape[2], capacity, *_rule_settings(rule), causal,
+        row_normalise=float(rule.row_normalise or 0.0),
+    )  # fmt: skip
     optional = NO_INPUTS._replace(
         gamma=rule.gamma if isinstance(rule.gamma, Tensor) else None,
         threshold=rule.threshold if isinstance(rule.threshold, Tensor) else None,

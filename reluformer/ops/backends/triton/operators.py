@@ -33,11 +33,11 @@ _PROBLEM = (
 )
 # The fields of `run_backward.Gradients`.
 _GRADIENTS = (
-    "Tensor grad_out, Tensor? out, Tensor? count, Tensor? grad_sum, Tensor? grad_log, "
+    "Tensor grad_out, Tensor? out, Tensor? visible_count, Tensor? grad_sum, Tensor? grad_log, "
     "Tensor? row_sum"
 )
 
-_library = torch.library.Library("reluformer", "FRAGMENT")
+_library = torch.library.Library("reluformer", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
     f"rectified_attention({_PROBLEM}, int statistics)"
     " -> (Tensor out, Tensor row_sum, Tensor log_sum, Tensor count)",
@@ -45,7 +45,9 @@ for _schema in (
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor row_dot, Tensor shift)",
     f"paged_attention({_PROBLEM}, Tensor table) -> Tensor",
 ):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(  # type: ignore[no-untyped-call]
+        _schema, tags=(torch.Tag.pt2_compliant_tag,)
+    )
 
 
 def flatten(problem: Problem) -> tuple[Any, ...]:
@@ -120,7 +122,7 @@ class RectifiedAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, *grads)
 
@@ -265,7 +267,9 @@ for _name, _function, _fake_function in (
     ("rectified_attention_backward", _run_backward, _fake_backward),
     ("paged_attention", _run_pages, _fake_pages),
 ):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    _library.impl(  # type: ignore[no-untyped-call]
+        _name, _function, "CompositeExplicitAutograd"
+    )
     torch.library.register_fake(f"reluformer::{_name}", _fake_function, lib=_library)
 torch.library.register_autograd(
     "reluformer::rectified_attention", _backward, setup_context=_setup_context, lib=_library

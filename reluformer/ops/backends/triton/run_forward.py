@@ -36,7 +36,7 @@ def forward(problem: Problem, statistics: int) -> ForwardResult:
             return forward(problem, statistics)
     q, k, v, optional, settings = problem
     assert statistics >= 1 or not problem.is_row_normalised
-    if statistics <= 1 and run_decode.should_use(problem):
+    if q.shape[2] <= run_decode.MAX_QUERIES and statistics <= 1 and run_decode.should_use(problem):
         out, row_sum, count = run_decode.decode(problem, row_sums=statistics == 1)
         return out, row_sum, None, count
     packed = problem.is_packed
