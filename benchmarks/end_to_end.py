@@ -45,7 +45,7 @@ from reluformer.train.cuda_graph import Graphs
 from reluformer.train.initialise import autocast, torch_settings
 from reluformer.train.objective import Objective, inputs
 from reluformer.train.schedules import learning_rate, step_seed
-from reluformer.train.trainer_state import Learner, compiles, replays
+from reluformer.train.trainer_state import TrainerState, should_compile, should_use_graphs
 
 RECIPE = "document"
 UNTIMED, CALIBRATION_TOKENS = 3, 4096
@@ -117,15 +117,15 @@ def order(lengths: Sequence[int]) -> list[tuple[int, str]]:
 
 def stepper(config: TrainConfig, model: ReLUFormer, group: Processes, told: bool) -> Step:
     """A function that takes one step like the training loop and returns the loss []."""
-    learner, device = Learner(model, config, group), group.device
+    learner, device = TrainerState(model, config, group), group.device
     parallel = learner.parallel
     if not told:
         drop = {"source_lengths": None, "target_lengths": None}
         parallel = dataclasses.replace(parallel, forward=lambda **given: model(**(given | drop)))
-    compiled = compiles(config, device)
+    compiled = should_compile(config, device)
     loss = torch.compile(translation_loss, dynamic=True) if compiled else translation_loss
     objective = Objective(config, model.config, group, autocast(config, device), loss)
-    if replays(config, group):
+    if should_use_graphs(config, group):
         add = objective.add_gradients
         graphs = Graphs(lambda batch, numbers: add(parallel, batch, numbers))
         objective = dataclasses.replace(objective, replay=graphs)

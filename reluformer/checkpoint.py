@@ -1,12 +1,12 @@
-"""Runs on disk: checkpoints to continue from, and models to translate with.
+"""Runs on disk: checkpoints to resume from, and finished models.
 
     DIR/recipe.yaml, tokenizer.json, run.json, metrics.jsonl
     DIR/checkpoints/step-00001000/model.safetensors, optimizer.safetensors, [ema.safetensors]
     DIR/checkpoints/step-00001000/state.json
     DIR/model/model.safetensors, config.json, tokenizer.json, recipe.yaml
 
-A checkpoint is filled under another name and gets its own by one rename, when all its files have
-reached the disk. `DIR/model` is the finished model, written last: where it exists, the run is done.
+A checkpoint is written under a temporary name and renamed once all its files are on the disk.
+`DIR/model` is the finished model. It is written last: a run with this folder is finished.
 """
 
 import dataclasses
@@ -39,33 +39,36 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands, besides its tensors. Random numbers are a function of seed and step."""
+    """State of a run besides its tensors. Random numbers are a function of seed and step."""
 
     step: int = 0
+    """Number of steps done."""
     position: tuple[int, ...] = (0, 0)
-    """Epoch and batch to go on with."""
+    """Epoch and batch to continue with."""
     tokens: int = 0
-    """Target tokens seen."""
+    """Number of target tokens trained on."""
     best_step: int | None = None
+    """Step with the lowest dev loss."""
     best_nll: float | None = None
+    """Lowest dev loss."""
     stale: int = 0
-    """Measurements of the dev loss since the best."""
+    """Number of validations since the lowest dev loss."""
     lowest: float | None = None
-    """Lowest training loss of an interval."""
+    """Lowest negative log-likelihood of a training interval."""
     stopped: bool = False
-    """Ended before its last step, for want of progress."""
+    """Whether early stopping has ended the run."""
     format: int = FORMAT
 
 
 class Checkpoint(NamedTuple):
-    """All that `save` wrote: the state, and tensors by kind (`model`, `optimizer`, `ema`)."""
+    """Contents of a checkpoint: state, and tensors by kind (`model`, `optimizer`, `ema`)."""
 
     state: RunState
     tensors: dict[str, Tensors]
 
 
 class LoadedRun(NamedTuple):
-    """A model to translate with."""
+    """A model with its tokenizer and recipe."""
 
     model: ReLUFormer
     """In evaluation mode."""
@@ -82,12 +85,13 @@ def folder_of(run: Path, step: int) -> Path:
 
 def steps(run: Path) -> list[int]:
     """Steps of the complete checkpoints, in order."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in (run / CHECKPOINTS).glob("step-*"))
-    return sorted(int(match[1]) for match in found if match)
+    folders = (run / CHECKPOINTS).glob("step-*")
+    matches = (re.fullmatch(r"step-(\d+)", folder.name) for folder in folders)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def save(run: Path, state: RunState, tensors: Mapping[str, Tensors]) -> Path:
-    """Write a checkpoint; it appears whole or not at all."""
+    """Write a checkpoint atomically; return its folder."""
     folder = folder_of(run, state.step)
     with atomic_folder(folder) as partial:
         for kind, named in tensors.items():
@@ -101,7 +105,7 @@ def load(run: Path, step: int) -> Checkpoint:
     folder = folder_of(run, step)
     kinds = {"model", "optimizer"} | {path.stem for path in folder.glob("*.safetensors")}
     tensors = {kind: read_tensors(folder / f"{kind}.safetensors") for kind in sorted(kinds)}
-    return Checkpoint(_state(folder), tensors)
+    return Checkpoint(_load_state(folder), tensors)
 
 
 def load_weights(run: Path, step: int) -> Tensors:
@@ -114,20 +118,20 @@ def prune(run: Path, keep: int, protected: Collection[int] = ()) -> None:
     for step in steps(run)[:-keep]:
         if step not in protected:
             folder = folder_of(run, step)
-            # Under this name, what a killed process leaves of it counts as litter.
+            # If the process is killed meanwhile, `clean` removes a folder of this name.
             doomed = folder.with_name(folder.name + PARTIAL)
             os.replace(folder, doomed)
             shutil.rmtree(doomed)
 
 
 def clean(run: Path) -> None:
-    """Delete what a killed run left unfinished."""
+    """Delete incomplete files and folders of a killed run."""
     remove_partials(run)
     remove_partials(run / CHECKPOINTS)
 
 
 def finished_model(folder: Path) -> Path | None:
-    """Where a run's finished model lies: in its folder, or the folder itself; None if nowhere."""
+    """Folder of a run's finished model, which may be `folder` itself; None if there is none."""
     for finished in (folder, folder / MODEL):
         if (finished / CONFIG).is_file():
             return finished
@@ -135,38 +139,42 @@ def finished_model(folder: Path) -> Path | None:
 
 
 def load_run(folder: Path | str) -> LoadedRun:
-    """The model in a run's folder: the finished one, or else that of the newest checkpoint.
+    """Load the finished model of a run, or else its newest checkpoint, in evaluation mode.
 
-    `folder` may also be a finished model or one checkpoint.
+    Args:
+        folder: Folder of a run, of a finished model or of one checkpoint.
+
+    Raises:
+        UserError: The folder holds no model, or its files are damaged.
     """
     folder = Path(folder)
     finished = finished_model(folder)
     if finished is not None:
         model = ReLUFormer.from_pretrained(finished)
-        return LoadedRun(model, *_beside(finished), step=None)
+        return LoadedRun(model, *_tokenizer_and_recipe(finished), step=None)
     run, checkpoints = folder, steps(folder)
     if (folder / STATE).is_file():
-        run, checkpoints = folder.parent.parent, [_state(folder).step]
+        run, checkpoints = folder.parent.parent, [_load_state(folder).step]
     if not folder.exists():
         raise UserError(f"{folder}, the folder of a model or a run, does not exist")
     if not checkpoints:
         raise UserError(f"{folder} holds neither a finished model nor a checkpoint")
-    tokenizer, recipe = _beside(run)
+    tokenizer, recipe = _tokenizer_and_recipe(run)
     model = ReLUFormer(recipe.model_with(tokenizer.vocab_size))
     load_tensors(model, load_weights(run, checkpoints[-1]), folder_of(run, checkpoints[-1]))
     return LoadedRun(model.eval(), tokenizer, recipe, checkpoints[-1])
 
 
-def _beside(folder: Path) -> tuple[Tokenizer, Recipe]:
+def _tokenizer_and_recipe(folder: Path) -> tuple[Tokenizer, Recipe]:
     return Tokenizer.load(folder / TOKENIZER), load_stored_recipe(folder / RECIPE)
 
 
-def _state(folder: Path) -> RunState:
+def _load_state(folder: Path) -> RunState:
     path = folder / STATE
     try:
         state = build(RunState, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if state.format != FORMAT:
-        raise UserError(f"{path} is of format {state.format}, allowed is {FORMAT}")
+        raise UserError(f"{path} must be of format {FORMAT}, got format {state.format}")
     return state

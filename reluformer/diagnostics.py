@@ -1,8 +1,8 @@
-"""What a trained model does with its memories: the paper's measures, on any of our models.
+"""Diagnostics of a trained model: the paper's measures of attentions and memories.
 
-`batch` is always the keyword arguments of the model's `forward`, for example
-`{"source": source, "target": target, "source_lengths": lengths}`. Padding takes no part in any
-mean. Nothing here leaves a trace in the model.
+A `batch` is the keyword arguments of the model's `forward`, for example
+`{"source": source, "target": target, "source_lengths": lengths}`. Padding is excluded from all
+means. The model is not changed.
 """
 
 import math
@@ -22,17 +22,19 @@ from reluformer.ops import Stats
 Batch = Mapping[str, Any]
 
 TOP_PERCENT = 0.2
-"""The paper: with softmax the top 0.2 % of the slots carry over 85 % of the weight."""
+"""In the paper, the top 0.2 % of the slots of a softmax memory have over 85 % of the weight."""
 
 
-class Branch(NamedTuple):
+class BranchVariance(NamedTuple):
     """Variance over features of one residual branch, averaged over tokens."""
 
     name: str
     branch: float
+    """Variance of the output of the branch."""
     residual: float
+    """Variance of the residual stream before the branch."""
     ratio: float
-    """branch / residual: how much the branch can change what flows past it."""
+    """branch / residual."""
 
 
 class AttentionReport(NamedTuple):
@@ -45,30 +47,41 @@ class AttentionReport(NamedTuple):
     zeros: float
     """Share of visible keys with weight zero."""
     dead_rows: float
-    """Share of rows that see keys and give none any weight."""
+    """Share of rows that see keys and have no weight."""
     max: float
+    """Largest weight of a row."""
     top_share: float
     """Share of the weight on the top 0.2 % of the keys (at least one)."""
 
 
 class MemoryReport(NamedTuple):
-    """Means over the tokens that read one global memory."""
+    """Means over the tokens of one global memory."""
 
     name: str
     zeros: float
+    """Share of slots with weight zero."""
     dead_slots: float
-    """Share of slots that no token of the batch reads."""
+    """Share of slots without weight for all tokens of the batch."""
     entropy: float
+    """Entropy of the row-normalised weights."""
     top_share: float
+    """Share of the weight on the top 0.2 % of the slots (at least one)."""
     anisotropy: float
+    """Mean cosine of pairs of values."""
     output_variance: float
+    """Variance over the features of the output."""
 
 
 def top_share(weights: Tensor, percent: float = TOP_PERCENT, n: Tensor | None = None) -> Tensor:
-    """Centralisation: share of sum |w| on the top `percent` % of the last dimension, [...].
+    """Centralisation: share of sum |w| on the largest weights of each row, [...].
 
-    `n` [...] is the number of slots each row can see, all by default. At least one slot counts as
-    the top; a row without weight has share 0.
+    Args:
+        weights: [..., slots].
+        percent: Percentage of the slots that counts as the top, at least one slot.
+        n: Number of slots that each row sees, [...]; None for all slots.
+
+    Returns:
+        Share of each row, [...]; 0 for a row without weight.
     """
     sizes = weights.abs()
     if n is None:
@@ -81,7 +94,7 @@ def top_share(weights: Tensor, percent: float = TOP_PERCENT, n: Tensor | None = 
 
 
 def anisotropy(vectors: Tensor) -> float:
-    """Mean cosine of all pairs of different rows of [n, width]; near 0 for spread directions."""
+    """Mean cosine of all pairs of rows of [n, width]; near 0 if directions are spread out."""
     units = nn.functional.normalize(vectors.detach().double(), dim=-1)
     n = units.shape[0]
     if n < 2:
@@ -89,40 +102,40 @@ def anisotropy(vectors: Tensor) -> float:
     return float((units.sum(dim=0).square().sum() - units.square().sum()) / (n * (n - 1)))
 
 
-def branch_variances(model: Model, batch: Batch) -> list[Branch]:
+def branch_variances(model: Model, batch: Batch) -> list[BranchVariance]:
     """Output variance and variance ratio of every attention and memory branch, in order."""
-    seen: dict[str, dict[str, Tensor]] = {}
-    with ExitStack() as hooks, _inspecting(model):
+    tensors: dict[str, dict[str, Tensor]] = {}
+    with ExitStack() as hooks, _evaluating(model):
         for name, module in model.named_modules():
             if isinstance(module, (AttentionBranch, MemoryBranch)):
                 inner = module.attention if isinstance(module, AttentionBranch) else module.memory
-                record = seen.setdefault(name, {})
-                hooks.enter_context(_watch(module, lambda args, _, r=record: r.update(x=args[0])))
+                record = tensors.setdefault(name, {})
+                hooks.enter_context(_hook(module, lambda args, _, r=record: r.update(x=args[0])))
                 hooks.enter_context(
-                    _watch(inner, lambda _, out, r=record: r.update(out=_tensor(out)))
+                    _hook(inner, lambda _, out, r=record: r.update(out=_tensor(out)))
                 )
         model(**batch)
     return [
-        _branch(name, r["out"], r["x"], _valid(name, r["x"], batch)) for name, r in seen.items()
+        _branch(name, r["out"], r["x"], _valid(name, r["x"], batch)) for name, r in tensors.items()
     ]
 
 
 def attention_reports(model: Model, batch: Batch) -> list[AttentionReport]:
     """Row sums, entropy, zeros, dead rows and centralisation of every attention."""
-    with _inspecting(model):
+    with _evaluating(model):
         records = model(**batch, record="weights").records
     return [_attention_report(record) for record in records]
 
 
 def memory_reports(model: Model, batch: Batch) -> list[MemoryReport]:
-    """Zeros, dead slots, centralisation and anisotropy of every global memory of the blocks."""
+    """Zeros, dead slots, centralisation and anisotropy of every feed-forward memory."""
     inputs: dict[str, Tensor] = {}
     memories = {n: m for n, m in model.named_modules() if isinstance(m, KeyValueMemory)}
-    with ExitStack() as hooks, _inspecting(model):
+    with ExitStack() as hooks, _evaluating(model):
         for name, memory in memories.items():
-            hooks.enter_context(_watch(memory, lambda args, _, n=name: inputs.update({n: args[0]})))
+            hooks.enter_context(_hook(memory, lambda args, _, n=name: inputs.update({n: args[0]})))
         model(**batch)
-    with _inspecting(model):
+    with _evaluating(model):
         return [
             _memory_report(name, memories[name], x[_valid(name, x, batch)])
             for name, x in inputs.items()
@@ -131,15 +144,15 @@ def memory_reports(model: Model, batch: Batch) -> list[MemoryReport]:
 
 def attention_maps(model: Model, batch: Batch) -> dict[tuple[str, int], Tensor]:
     """Weights [B, H, Tq, Tk] by (site, layer), sites being encoder, decoder and cross."""
-    with _inspecting(model):
+    with _evaluating(model):
         records = model(**batch, record="weights").records
     return {(r.site, r.layer): r.weights for r in records if r.weights is not None}
 
 
-def _branch(name: str, out: Tensor, x: Tensor, valid: Tensor) -> Branch:
+def _branch(name: str, out: Tensor, x: Tensor, valid: Tensor) -> BranchVariance:
     branch = float(out[valid].double().var(dim=-1, correction=0).mean())
     residual = float(x[valid].double().var(dim=-1, correction=0).mean())
-    return Branch(name, branch, residual, branch / residual if residual > 0 else math.nan)
+    return BranchVariance(name, branch, residual, branch / residual if residual > 0 else math.nan)
 
 
 def _attention_report(record: AttentionRecord) -> AttentionReport:
@@ -180,7 +193,7 @@ def _memory_report(name: str, memory: KeyValueMemory, x: Tensor) -> MemoryReport
 
 
 def _valid(name: str, x: Tensor, batch: Batch) -> Tensor:
-    """Bool [B, T]: the tokens of x [B, T, width] that are no padding, by the module's name."""
+    """Bool [B, T]: tokens of x [B, T, width], the input of module `name`, that are not padding."""
     side = "source_lengths" if name.startswith("encoder") else "target_lengths"
     lengths = batch.get(side, batch.get("lengths"))
     if lengths is None:
@@ -195,8 +208,9 @@ def _tensor(out: Any) -> Tensor:
 
 
 @contextmanager
-def _watch(module: nn.Module, see: Any) -> Iterator[None]:
-    hook = module.register_forward_hook(lambda _, args, out: see(args, out))
+def _hook(module: nn.Module, callback: Any) -> Iterator[None]:
+    """Context in which `callback(args, output)` is called after each forward of `module`."""
+    hook = module.register_forward_hook(lambda _, args, out: callback(args, out))
     try:
         yield
     finally:
@@ -204,7 +218,8 @@ def _watch(module: nn.Module, see: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _inspecting(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Context in evaluation mode and without gradients."""
     training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Models: memories, attentions built on them, ReLUFormer and ReLUFormerLM, their losses."""
+"""Models: ReLUFormer and ReLUFormerLM, their memories, attentions and losses."""
 
 from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.model.language import ReLUFormerLM

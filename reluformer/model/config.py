@@ -1,4 +1,4 @@
-"""Settings of the models."""
+"""Configuration of the models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,40 +32,43 @@ _PAPER_MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """One kind of attention and how its scale starts and learns.
+    """Configuration of an attention.
 
-    The defaults are the ReLU attention that learns as well as softmax or better
-    (docs/training-relu-attention.md): (1 + s/4)^4 in place of e^s, at first, with thresholds that
-    learn. `AttentionConfig.paper()` is the one that was published.
+    The defaults are the ReLU attention that trains as well as softmax or better
+    (docs/training-relu-attention.md). It starts with (1 + s/4)^4 in place of e^s, and learns
+    thresholds. `AttentionConfig.paper()` is the published attention.
     """
 
     kind: str = "relu"
+    """Name of the attention in `reluformer.ATTENTIONS`."""
     power: int = 4
-    """Of the rectified score. ReLU only, as all fields down to threshold_init."""
+    """Power of the rectified score. For `relu` only, like all fields up to `threshold_init`."""
     row_normalise: float | None = 1e-4
-    """Divide each row by its sum plus this number; None does not."""
+    """Divide each row by its sum plus this number; None leaves rows unnormalised."""
     gamma: Literal["fixed", "model", "layer", "head"] = "layer"
-    """Granularity at which gamma is learned; `fixed` keeps its first value."""
+    """What shares one learned gamma; `fixed` keeps the initial value."""
     gamma_init: float = 1.0
     row_sum_init: float | None = 1.0
-    """Calibrate gamma on the first batches so that the mean row sum, before rows are divided by it,
-    starts here; None keeps gamma_init. Undivided rows that start above 1 make the normalisation
-    loss collapse the attention."""
+    """Calibrate gamma on sample batches so that unnormalised row sums start with this mean; None
+    keeps gamma_init. If unnormalised rows start above 1, the normalisation loss makes the attention
+    collapse."""
     length_exponent: float = 1.0
+    """Weights are divided by gamma (n/2)^length_exponent, n the number of visible keys."""
     threshold: Literal["fixed", "head"] = "head"
-    """`head` learns one threshold per head."""
+    """`head` learns a threshold for each head; `fixed` keeps the initial value."""
     threshold_init: float | None = None
-    """None: minus the power, from where (s + power)^power grows with s as e^s does at 0."""
+    """Initial threshold; None is minus the power: (s + power)^power then grows near s = 0 as e^s."""
     qk_norm: bool = False
-    """RMS-normalise queries and keys in each head, with a learned gain."""
+    """RMS norm of queries and keys in each head, with a learned gain."""
     output_norm: bool = False
-    """RMS-normalise the output of each head, with a learned gain: a control for the attentions
-    that do so by definition, and a scale-free ReLU attention."""
+    """RMS norm of the output of each head, with a learned gain: a control for the attentions
+    that have one by definition."""
     dropout: float = 0.0
-    """Dropout on the weights."""
+    """Dropout rate of the weights."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further fixed options of the kind, as keywords of `reluformer.attention`."""
+    """Further fixed options of the kind, keyword arguments of `reluformer.attention`."""
     impl: str = "auto"
+    """Backend; `auto` is the fastest that supports the call."""
 
     def __post_init__(self) -> None:
         _check_name("kind", self.kind, ATTENTIONS)
@@ -79,9 +82,9 @@ class AttentionConfig:
         if self.row_sum_init is not None and not self.row_sum_init > 0:
             raise UserError(f"row_sum_init must be greater than 0, got {self.row_sum_init}")
         if "gamma" in row.options:
-            # Refuses what no rule can be made of.
+            # Raises UserError for values that the rule does not allow.
             row.weigh_with(self.fixed_options)
-        _check_share("dropout", self.dropout)
+        _check_rate("dropout", self.dropout)
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
@@ -97,45 +100,48 @@ class AttentionConfig:
 
     @property
     def fixed_options(self) -> dict[str, Any]:
-        """What the kind takes and no layer learns, as keywords of `reluformer.attention`."""
+        """Options that are not learned, as keyword arguments of `reluformer.attention`."""
         row = ATTENTIONS[self.kind]
-        own = {name: getattr(self, name) for name in ("power", "row_normalise", "length_exponent")}
-        rule = own if "gamma" in row.options else {}
-        return {**rule, **self.options}
+        fields = ("power", "row_normalise", "length_exponent") if "gamma" in row.options else ()
+        return {**{name: getattr(self, name) for name in fields}, **self.options}
 
     @property
     def first_threshold(self) -> float:
-        """Where thresholds start."""
+        """Initial value of the thresholds."""
         return float(-self.power) if self.threshold_init is None else self.threshold_init
 
     @property
     def thresholds(self) -> bool:
-        """Whether there are any: they are learned, or start elsewhere than at 0."""
+        """Whether thresholds are learned or differ from 0."""
         return self.threshold == "head" or self.first_threshold != 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a ReLUFormer (encoder-decoder) or a ReLUFormerLM (decoder only)."""
+    """Configuration of a ReLUFormer (encoder-decoder) or a ReLUFormerLM (decoder only)."""
 
     vocabulary: int
+    """Number of token ids."""
     width: int = 512
     heads: int = 8
     kv_heads: int | None = None
-    """Key/value heads, shared by groups of query heads; None means one for each query head."""
+    """Number of key/value heads, shared by groups of query heads; None is one per query head."""
     encoder_layers: int = 6
     decoder_layers: int = 6
     slots: int = 2048
-    """Slots of each feed-forward memory."""
+    """Number of slots of each feed-forward memory, the hidden size of the layer."""
     memory: str = "relu"
+    """Kind of the feed-forward memories, a name in `reluformer.model.memory.MEMORIES`."""
     memory_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `KeyValueMemory`, such as k, experts or value_std."""
     norm: Literal["pre", "post"] = "pre"
     positions: Literal["sinusoidal", "rotary"] = "sinusoidal"
     tie_embeddings: bool = True
-    """Share one embedding between source, target and output; else three."""
+    """Whether source, target and output share one embedding."""
     dropout: float = 0.1
+    """Dropout rate of embeddings and residual branches."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    """The attention of every site that has none of its own below."""
+    """Attention of all sites that the next three fields do not set."""
     encoder_attention: AttentionConfig | None = None
     decoder_attention: AttentionConfig | None = None
     cross_attention: AttentionConfig | None = None
@@ -156,7 +162,7 @@ class ModelConfig:
         _check_name("memory", self.memory, MEMORIES)
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(f"rotary positions need an even head width, got {self.head_width}")
-        _check_share("dropout", self.dropout)
+        _check_rate("dropout", self.dropout)
 
     @classmethod
     def paper(cls, vocabulary: int, **changes: Any) -> Self:
@@ -171,18 +177,18 @@ class ModelConfig:
 
     @property
     def head_width(self) -> int:
-        """D, the width of one head."""
+        """Width D of one head."""
         return self.width // self.heads
 
     @property
     def key_value_heads(self) -> int:
-        """Hkv, the number of key/value heads."""
+        """Number Hkv of key/value heads."""
         return self.heads if self.kv_heads is None else max(self.kv_heads, 1)
 
     def attention_at(self, site: Site) -> AttentionConfig:
         """The attention of a site: its own, or the common one."""
-        own: AttentionConfig | None = getattr(self, f"{site}_attention")
-        return self.attention if own is None else own
+        config: AttentionConfig | None = getattr(self, f"{site}_attention")
+        return self.attention if config is None else config
 
 
 def _check_name(field: str, name: str, table: Mapping[str, object]) -> None:
@@ -190,6 +196,6 @@ def _check_name(field: str, name: str, table: Mapping[str, object]) -> None:
         raise UserError(f"{field} must be one of {', '.join(sorted(table))}, got {name!r}")
 
 
-def _check_share(name: str, value: float) -> None:
+def _check_rate(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise UserError(f"{name} must be in [0, 1), got {value}")

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reluformer.config.migration import migrate
@@ -23,7 +25,7 @@ M = TypeVar("M", bound="Model")
 
 
 def save_pretrained(model: "Model", folder: Path) -> None:
-    """Write the weights, then the configuration that makes the folder loadable."""
+    """Write the weights, then the configuration, without which the folder is not loadable."""
     write_tensors(folder / WEIGHTS, distinct_tensors(model))
     description = {
         "format": FORMAT,
@@ -34,10 +36,14 @@ def save_pretrained(model: "Model", folder: Path) -> None:
 
 
 def load_pretrained(cls: type[M], folder: Path) -> M:
-    """The model that `save_pretrained` wrote, in evaluation mode."""
+    """Load the model that `save_pretrained` wrote, in evaluation mode.
+
+    Raises:
+        UserError: Files are missing or damaged, or describe another model class.
+    """
     path = folder / CONFIG
     if not path.is_file() or not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} holds no saved model: {CONFIG} and {WEIGHTS} are needed")
+        raise UserError(f"{folder} holds no saved model: it must have {CONFIG} and {WEIGHTS}")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -52,10 +58,7 @@ def load_pretrained(cls: type[M], folder: Path) -> M:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors by name, atomically, for those who may read what this process creates."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    """Write tensors by name, atomically, with the default permissions of new files."""
     with atomic_path(path) as partial:
         partial.touch()
         mode = partial.stat().st_mode
@@ -63,15 +66,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             save_file(tensors, partial)
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error), str(path)) from None
-        # safetensors writes a file of its own, for its owner alone.
+        # safetensors replaces the file by one that only its owner can read.
         partial.chmod(mode)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, on the CPU."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    """Tensors of a file by name, on the CPU."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:
@@ -81,7 +81,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def distinct_tensors(model: "Model") -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; one that is shared appears once."""
+    """Parameters and persistent buffers by name; a shared one appears once."""
     kept: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -92,16 +92,22 @@ def distinct_tensors(model: "Model") -> dict[str, Tensor]:
 
 
 def load_tensors(model: "Model", tensors: dict[str, Tensor], path: Path) -> None:
-    """Put `tensors` into the model; names and shapes must match exactly."""
-    wanted = distinct_tensors(model)
-    odd = sorted(set(wanted) ^ set(tensors))
-    if odd:
-        where = "missing from" if odd[0] in wanted else "unknown in"
-        raise UserError(f"{path} does not fit this model: {odd[0]!r} is {where} it")
+    """Load `tensors` into the model; names and shapes must match exactly.
+
+    Args:
+        model: The model.
+        tensors: Tensors by name, as from `distinct_tensors`.
+        path: Origin of the tensors, for error messages.
+    """
+    expected = distinct_tensors(model)
+    unmatched = sorted(set(expected) ^ set(tensors))
+    if unmatched:
+        where = "missing from" if unmatched[0] in expected else "unknown in"
+        raise UserError(f"{path} does not fit this model: {unmatched[0]!r} is {where} it")
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
+        if tensor.shape != expected[name].shape:
             raise UserError(
                 f"{path} does not fit this model: {name!r} has shape {list(tensor.shape)}, "
-                f"expected {list(wanted[name].shape)}"
+                f"expected {list(expected[name].shape)}"
             )
     model.load_state_dict(tensors, strict=False)

@@ -1,4 +1,4 @@
-"""Training: one loop, resumable, the same on one process and on many."""
+"""Training: one resumable loop, for one process and for many."""
 
 from reluformer.errors import Diverged
 from reluformer.train.loop import Trained, train

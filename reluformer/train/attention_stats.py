@@ -1,6 +1,6 @@
-"""What is watched while training: losses over an interval, and what attentions do with their keys.
+"""Statistics of training: mean losses of an interval, and row statistics of the attentions.
 
-Numbers stay on the device until they are asked for: record one makes the GPU wait.
+Sums stay on the device until an interval ends, because reading a number waits for the GPU.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from reluformer.processes import Processes
 
 
 class SiteStatistics(NamedTuple):
-    """Means over the rows, heads and layers of one site."""
+    """Means over the rows, heads and layers of the attentions at one site."""
 
     row_sum: float
     entropy: float
     zeros: float
-    """Share of the visible keys without weight."""
+    """Share of visible keys with weight zero."""
     dead_rows: float
-    """Share of the rows that see keys and give none any weight."""
+    """Share of rows that see keys and have no weight."""
 
     def __str__(self) -> str:
         return (
@@ -31,17 +31,22 @@ class SiteStatistics(NamedTuple):
         )
 
 
-Attention = dict[str, SiteStatistics]
+AttentionStats = dict[str, SiteStatistics]
 """Statistics by site: `encoder`, `decoder`, `cross`."""
 
 
-def attention_statistics(records: Sequence[AttentionRecord], group: Processes) -> Attention:
-    """Statistics of every site over the rows of all processes."""
+def attention_statistics(records: Sequence[AttentionRecord], group: Processes) -> AttentionStats:
+    """Statistics by site over the rows of all processes.
+
+    Args:
+        records: Records with the statistics `Stats`; may be empty.
+        group: The processes.
+    """
     sites = sorted({record.site for record in records})
     if not sites:
         return {}
     sums = torch.stack(
-        [sum_up([record for record in records if record.site == site]) for site in sites]
+        [sum_over_rows([record for record in records if record.site == site]) for site in sites]
     )
     rows = group.add(sums)
     means = (rows[:, :4] / rows[:, 4:].clamp_min(1)).tolist()
@@ -49,8 +54,8 @@ def attention_statistics(records: Sequence[AttentionRecord], group: Processes) -
 
 
 @torch.no_grad()
-def sum_up(records: Sequence[AttentionRecord]) -> Tensor:
-    """[5]: row sums, entropies, zeros, dead rows, and the number of rows they are summed over."""
+def sum_over_rows(records: Sequence[AttentionRecord]) -> Tensor:
+    """Sums [5] over rows of row sum, entropy, zeros and dead rows, and the number of rows."""
     total = torch.zeros(5, dtype=torch.float64, device=records[0].stats.row_sum.device)
     for _, _, stats, valid, _ in records:
         assert isinstance(stats, Stats)
@@ -62,7 +67,7 @@ def sum_up(records: Sequence[AttentionRecord]) -> Tensor:
 
 
 class IntervalLosses(NamedTuple):
-    """Means over the steps of an interval."""
+    """Means over the steps of an interval: the fields of `objective.LOSSES`, and the norm."""
 
     loss: float
     nll: float
@@ -70,17 +75,20 @@ class IntervalLosses(NamedTuple):
     entropy: float
     expert_balance: float
     grad_norm: float
+    """Norm of the gradient before clipping."""
 
 
 class Meter:
-    """Adds up what each step reports until somebody looks."""
+    """Accumulates the losses of the steps of an interval."""
 
     def __init__(self, group: Processes) -> None:
         self._group = group
         fields = len(IntervalLosses._fields)
         self._total = torch.zeros(fields, dtype=torch.float64, device=group.device)
         self.steps = 0
+        """Number of steps in the interval."""
         self.tokens = 0
+        """Number of target tokens of this process in the interval."""
 
     def add(self, losses: Tensor, grad_norm: Tensor, tokens: int) -> None:
         """Add one step: this process's part of `LOSSES` [5], and the global gradient norm []."""
@@ -89,10 +97,10 @@ class Meter:
         self.steps += 1
         self.tokens += tokens
 
-    def read(self) -> IntervalLosses:
-        """Means over the steps since the last look, over all processes; waits for the device.
+    def flush(self) -> IntervalLosses:
+        """Return the means over the interval and all processes, and start a new interval.
 
-        One bad number in any step makes its mean NaN or infinite.
+        Waits for the device. A mean is NaN or infinite if any step was.
         """
         means = (self._group.add(self._total) / self.steps).tolist()
         self._total = torch.zeros_like(self._total)

@@ -1,7 +1,7 @@
-"""CUDA graphs: a step's many small launches recorded once and replayed at once.
+"""CUDA graphs: the kernel launches of a step are captured once and replayed.
 
-Models of this size keep the host busier than the GPU. Batches come in few shapes, so that a graph
-for each shape takes the host out of the way.
+For models of this size, launching kernels takes the host longer than running them takes the GPU.
+Batches come in few shapes, and each shape has its own graph.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from torch import Tensor
 from reluformer.data.batches import Batch
 
 Work = Callable[[Batch, Tensor], Tensor]
-"""From a batch and numbers about it to losses; adds gradients to what is there already."""
+"""From a batch and its numbers to losses; adds to the gradients of the parameters."""
 
 Shape = tuple[torch.Size, torch.Size]
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """A graph, and the memory that it reads and writes each time."""
+class _Captured:
+    """A graph, and the tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
@@ -30,41 +30,41 @@ class _Recorded:
 
 
 class Graphs:
-    """Runs `work` by replaying a graph for each shape of batch.
+    """Runs `work` by replaying one graph for each shape of batch.
 
-    The first batch of a shape runs as it is, which also compiles and warms up what needs it; the
-    second is recorded. Gradients must stay where they are between steps (zeroed, not dropped), and
-    losses must be taken before the next call overwrites them. Random numbers follow torch's seed.
+    The first batch of a shape runs without a graph, which compiles and warms up kernels. The second
+    is captured. Gradients must keep their memory between steps (zeroed, not set to None), and
+    losses must be used before the next call overwrites them. Random numbers follow torch's seed.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._seen: set[Shape] = set()
-        self._recorded: dict[Shape, _Recorded] = {}
+        self._captured: dict[Shape, _Captured] = {}
         self._pool: Any = None
 
     def __call__(self, batch: Batch, numbers: Tensor) -> Tensor:
-        """What `work(batch, numbers)` returns."""
+        """Result of `work(batch, numbers)`."""
         shape = (batch.source.shape, batch.target_in.shape)
         if shape not in self._seen:
             self._seen.add(shape)
             return self._work(batch, numbers)
-        if shape not in self._recorded:
-            self._recorded[shape] = self._record(batch, numbers)
-        recorded = self._recorded[shape]
-        for mine, given in zip(recorded.batch.tensors(), batch.tensors(), strict=True):
-            mine.copy_(given, non_blocking=True)
-        recorded.numbers.copy_(numbers, non_blocking=True)
-        recorded.graph.replay()
-        return recorded.losses
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(batch, numbers)
+        captured = self._captured[shape]
+        for static, new in zip(captured.batch.tensors(), batch.tensors(), strict=True):
+            static.copy_(new, non_blocking=True)
+        captured.numbers.copy_(numbers, non_blocking=True)
+        captured.graph.replay()
+        return captured.losses
 
-    def _record(self, batch: Batch, numbers: Tensor) -> _Recorded:
+    def _capture(self, batch: Batch, numbers: Tensor) -> _Captured:
         graph = torch.cuda.CUDAGraph()
-        own = [tensor.clone() for tensor in batch.tensors()]
-        mine, my_numbers = batch.with_tensors(own), numbers.clone()
-        # Graphs never run at the same time, so that all of them can use the same memory.
-        # The thread that prepares batches allocates memory meanwhile: no concern of this one.
+        static = batch.with_tensors([tensor.clone() for tensor in batch.tensors()])
+        static_numbers = numbers.clone()
+        # Graphs never run at the same time, so all of them share one memory pool. The thread that
+        # prepares batches may allocate memory during the capture: only this thread is checked.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            losses = self._work(mine, my_numbers)
+            losses = self._work(static, static_numbers)
         self._pool = graph.pool()
-        return _Recorded(graph, mine, my_numbers, losses)
+        return _Captured(graph, static, static_numbers, losses)

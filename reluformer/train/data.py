@@ -1,4 +1,4 @@
-"""What a recipe trains on: a tokenizer, examples to learn from, examples to be measured on."""
+"""Data of a recipe: tokenizer, training examples and dev examples."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -24,13 +24,18 @@ Documents = Iterable[Sequence[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class Split:
-    """A corpus and how it is cut into examples."""
+    """A corpus and its division into examples."""
 
     corpus: Corpus
     packing: ExampleSpans
 
     def batches(self, recipe: Recipe, *, fixed_shapes: bool = False) -> Batches:
-        """Batches over the examples, as the recipe asks."""
+        """Batches of the examples, with the recipe's size and seed.
+
+        Args:
+            recipe: Settings of the run.
+            fixed_shapes: Fill batches up to few shapes, for compilation and CUDA graphs.
+        """
         return Batches(
             self.corpus,
             self.packing.spans,
@@ -42,7 +47,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """All that a run reads; `checksums` tell whether it is the same as another run's."""
+    """Data of a run, with checksums that identify it."""
 
     tokenizer: Tokenizer
     train: Split
@@ -51,7 +56,11 @@ class TrainingData:
 
 
 def load_data(recipe: Recipe) -> TrainingData:
-    """Make or open the data that the recipe names."""
+    """Generate or open the data of a recipe.
+
+    Raises:
+        UserError: A split is missing, or no sentence fits `data.max_length`.
+    """
     config = recipe.data
     if config.source in GENERATED:
         tokenizer, corpora = _generate(config)
@@ -75,9 +84,9 @@ def load_data(recipe: Recipe) -> TrainingData:
 
 
 def calibration_batches(recipe: Recipe, data: TrainingData) -> list[Batch]:
-    """A few small batches of all lengths, from the shortest bucket to the longest.
+    """Small batches of all lengths, from the shortest bucket to the longest.
 
-    They are whole batches, the same in every process.
+    The batches are the same in every process.
     """
     split = data.train
     whole = split.batches(recipe)
@@ -105,7 +114,7 @@ def _generate(config: DataConfig) -> tuple[Tokenizer, dict[str, Corpus]]:
         if config.source == "sample":
             return sample.documents(generated.seed, count, bounds, split=split)
         pairs = sample.reverse_pairs if config.source == "reverse" else sample.copy_pairs
-        # The two splits are streams of their own; short sequences may occur in both.
+        # The two splits have different seeds; short sequences may occur in both.
         seed = 2 * generated.seed + (split == "dev")
         return ([pair] for pair in pairs(seed, count, generated.symbols, bounds))
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reluformer.config.train import TrainConfig
 from reluformer.model import ReLUFormer
@@ -19,20 +21,21 @@ from reluformer.processes import Processes
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model that trains together with its copies or shards in other processes."""
+    """A model in data-parallel training, with its replicas or shards in other processes."""
 
     model: ReLUFormer
-    """The model itself; its parameters are shards where weights are divided."""
+    """The model; with FSDP its parameters are shards."""
     forward: Callable[..., Any]
-    """What to call in place of the model while training."""
+    """Forward pass for training, to be called instead of the model."""
     sharing: Callable[[bool], AbstractContextManager[None]]
-    """Around forward and backward of a part of a step: gradients are shared if it is the last."""
+    """Context of forward and backward of one batch; True, for the last batch of a step, reduces
+    gradients over the ranks."""
     whole_model: Callable[[], AbstractContextManager[None]] = nullcontext
-    """While the model is used in other ways than by calling it: every process holds all of it."""
+    """Context in which every rank holds all parameters, for use of the model outside `forward`."""
 
 
 def parallelise(model: ReLUFormer, config: TrainConfig, group: Processes) -> Parallel:
-    """Tie the model to its peers as the recipe asks; alone it stays as it is."""
+    """Wrap the model for the ranks of `group`; with one rank it is not wrapped."""
     if group.world == 1:
         return Parallel(model, model, lambda last: nullcontext())
     if config.parallel == "shard":
@@ -41,19 +44,17 @@ def parallelise(model: ReLUFormer, config: TrainConfig, group: Processes) -> Par
     return Parallel(model, replica, lambda last: nullcontext() if last else replica.no_sync())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard, gathered from all processes; any other tensor as it is."""
+def gather_full(tensor: Tensor) -> Tensor:
+    """The full tensor of a shard, gathered from all ranks; other tensors are returned as is."""
     if hasattr(tensor, "full_tensor"):
         gathered: Tensor = tensor.full_tensor()
         return gathered
     return tensor
 
 
-def alike(tensor: Tensor, like: Tensor) -> Tensor:
-    """A full tensor, the same in every process, on the device and divided in the way of `like`."""
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Put a full tensor, equal on all ranks, on the device of `like`, and shard it if `like` is."""
     if hasattr(like, "full_tensor"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
         assert isinstance(like, DTensor)
         tensor = tensor.to(like.device_mesh.device_type)
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
@@ -61,9 +62,7 @@ def alike(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _shard(model: ReLUFormer) -> Parallel:
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    # It warns of in-place changes to a layer's output, of which the model makes none.
+    # FSDP warns about in-place changes to the output of a layer, which the model never makes.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in [*model.encoder, *model.decoder]:
         fully_shard(layer)
@@ -84,7 +83,7 @@ def _shard(model: ReLUFormer) -> Parallel:
             yield
         finally:
             for unit in units:
-                # The outermost unit is needed again at once when it has run: it never reshards.
+                # The backward pass begins with the outermost unit, which therefore never reshards.
                 unit.set_reshard_after_forward(unit is not units[0], recurse=False)
                 unit.reshard()
 

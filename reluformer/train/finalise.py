@@ -1,4 +1,4 @@
-"""From the last checkpoints to the finished model."""
+"""The finished model, from the last checkpoints of a run."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from reluformer.model.pretrained import distinct_tensors, load_tensors
 from reluformer.processes import Processes
 from reluformer.train.data import TrainingData
 from reluformer.train.initialise import autocast
-from reluformer.train.rescale_scores import Tempered, rescale_scores
+from reluformer.train.rescale_scores import ScoreRescaling, rescale_scores
 from reluformer.train.validation import dev_loss
 
 
 def final_weights(run: Path, recipe: Recipe, state: RunState) -> Tensors:
-    """The weights that `train.final` asks for, from the checkpoints of a run that has ended."""
+    """Weights selected by `train.final`, from the checkpoints of a run that has ended."""
     final = recipe.train.final
     if final == "average":
         return average([checkpoint.load_weights(run, step) for step in _last(run, recipe)])
@@ -28,7 +28,7 @@ def final_weights(run: Path, recipe: Recipe, state: RunState) -> Tensors:
         return checkpoint.load_weights(run, state.best_step)
     if final == "ema":
         tensors = checkpoint.load(run, state.step).tensors
-        # The average follows parameters; what is fixed comes from the model.
+        # The moving average covers parameters; buffers come from the model.
         return {**tensors["model"], **tensors["ema"]}
     return checkpoint.load_weights(run, state.step)
 
@@ -43,17 +43,17 @@ def average(weights: list[Tensors]) -> Tensors:
 
 def finish(
     run: Path, recipe: Recipe, state: RunState, data: TrainingData, device: torch.device
-) -> Tempered | None:
-    """Make the finished model and write it; says what tempering found if the recipe asks for it."""
+) -> ScoreRescaling | None:
+    """Write the finished model; return the rescaling of scores if the recipe has one."""
     weights, rescaled = final_weights(run, recipe, state), None
     if recipe.train.rescale_scores:
-        weights, rescaled = _tempered(weights, recipe, data, device)
+        weights, rescaled = _rescaled(weights, recipe, data, device)
     write_model(run, recipe, data.tokenizer, weights)
     return rescaled
 
 
 def write_model(run: Path, recipe: Recipe, tokenizer: Tokenizer, weights: Tensors) -> Path:
-    """Write `DIR/model`, complete in itself; its appearance ends the run."""
+    """Write the self-contained folder `DIR/model` atomically, which finishes the run."""
     folder = run / MODEL
     model = _model(recipe, tokenizer, weights, folder)
     with atomic_folder(folder) as partial:
@@ -63,22 +63,22 @@ def write_model(run: Path, recipe: Recipe, tokenizer: Tokenizer, weights: Tensor
     return folder
 
 
-def _model(recipe: Recipe, tokenizer: Tokenizer, weights: Tensors, named: Path) -> ReLUFormer:
+def _model(recipe: Recipe, tokenizer: Tokenizer, weights: Tensors, path: Path) -> ReLUFormer:
     model = ReLUFormer(recipe.model_with(tokenizer.vocab_size))
-    load_tensors(model, weights, named)
+    load_tensors(model, weights, path)
     return model
 
 
-def _tempered(
+def _rescaled(
     weights: Tensors, recipe: Recipe, data: TrainingData, device: torch.device
-) -> tuple[Tensors, Tempered]:
+) -> tuple[Tensors, ScoreRescaling]:
     assert data.dev is not None
     model = _model(recipe, data.tokenizer, weights, Path("the last checkpoint")).to(device)
-    # Peers wait meanwhile.
+    # Only rank 0 computes; the others wait.
     batches, alone = data.dev.batches(recipe), Processes(0, 1, device)
-    bits = autocast(recipe.train, device)
-    found = rescale_scores(model, lambda: dev_loss(model, batches, alone, bits))
-    return distinct_tensors(model.cpu()), found
+    precision = autocast(recipe.train, device)
+    rescaling = rescale_scores(model, lambda: dev_loss(model, batches, alone, precision))
+    return distinct_tensors(model.cpu()), rescaling
 
 
 def _last(run: Path, recipe: Recipe) -> list[int]:

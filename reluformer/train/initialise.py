@@ -1,5 +1,5 @@
-"""How a start of a run begins: from its newest checkpoint, a calibrated fresh model, or another
-run's finished one."""
+"""Initial state of training: the newest checkpoint, a calibrated new model, or the weights of
+another run."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,68 +20,70 @@ from reluformer.model.gamma import Gamma
 from reluformer.model.pretrained import WEIGHTS, distinct_tensors, load_tensors
 from reluformer.ops.family.table import ATTENTIONS
 from reluformer.processes import Processes
-from reluformer.train.attention_stats import Attention
+from reluformer.train.attention_stats import AttentionStats
 from reluformer.train.data import TrainingData, calibration_batches
 from reluformer.train.objective import inputs
-from reluformer.train.trainer_state import Learner
-from reluformer.train.validation import watch
+from reluformer.train.trainer_state import TrainerState
+from reluformer.train.validation import measure_attention
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
-_WITH_WEIGHTS = "kept with the weights"
+# Stands for an option whose value is among the weights.
+_LEARNED = "kept with the weights"
 
 
-class Beginning(NamedTuple):
-    """Where a start begins."""
+class InitialState(NamedTuple):
+    """State before the first step of this process."""
 
-    learner: Learner
+    trainer: TrainerState
     state: RunState
-    attention: Attention
-    """What the attentions do before the first step; empty in a resumed run."""
+    attention: AttentionStats
+    """Statistics of the attentions before the first step; empty in a resumed run."""
 
 
 def newest_step(run: Path, group: Processes) -> int:
-    """Step of the checkpoint to continue from, 0 if there is none.
+    """Step of the checkpoint to resume from; 0 if there is none.
 
-    All processes continue from the checkpoint that the main one sees.
+    All ranks resume from the checkpoint that rank 0 finds.
     """
     newest = torch.tensor(max(checkpoint.steps(run), default=0) if group.main else 0)
     return int(group.add(newest.to(group.device)))
 
 
-def take_weights(model: ReLUFormer, recipe: Recipe, data: TrainingData) -> None:
-    """Put the finished weights of the run that `train.start_from` names into `model`.
+def load_start_weights(model: ReLUFormer, recipe: Recipe, data: TrainingData) -> None:
+    """Load the finished weights of the run `train.start_from` into `model`, on every rank.
 
-    Every process reads them, as every process reads a checkpoint.
+    Raises:
+        UserError: The run has no finished model, or its tokenizer or attention differs.
     """
     folder = recipe.train.start_from
     assert folder is not None
     finished = checkpoint.finished_model(Path(folder))
     if finished is None:
         raise UserError(f"train.start_from must be a run with a finished model, got {folder!r}")
-    found = checkpoint.load_run(finished)
-    if found.tokenizer.sha256 != data.tokenizer.sha256:
+    loaded = checkpoint.load_run(finished)
+    if loaded.tokenizer.sha256 != data.tokenizer.sha256:
         raise UserError(
             f"train.start_from {folder} was trained with another tokenizer than that of "
             f"data.source {recipe.data.source}: their checksums are "
-            f"{found.tokenizer.sha256[:16]} and {data.tokenizer.sha256[:16]}"
+            f"{loaded.tokenizer.sha256[:16]} and {data.tokenizer.sha256[:16]}"
         )
-    _check_weights_mean_the_same(found.model, model, folder)
+    _check_same_rule(loaded.model, model, folder)
     try:
-        load_tensors(model, distinct_tensors(found.model), finished / WEIGHTS)
+        load_tensors(model, distinct_tensors(loaded.model), finished / WEIGHTS)
     except UserError as error:
         raise UserError(f"train.start_from {error}") from None
 
 
-def _check_weights_mean_the_same(found: ReLUFormer, model: ReLUFormer, folder: str) -> None:
-    """Refuse another function of the scores: gamma and thresholds were learned for the old one."""
+def _check_same_rule(loaded: ReLUFormer, model: ReLUFormer, folder: str) -> None:
+    """Raise UserError if weights of `loaded` were learned with another function of the scores."""
     for site in get_args(Site):
-        there, here = (each.config.attention_at(site) for each in (found, model))
+        there, here = (one.config.attention_at(site) for one in (loaded, model))
         if there.kind != here.kind:
-            # A choice, where their tensors fit: from softmax to sparsemax, say.
+            # Another kind is allowed if the tensors fit, for example sparsemax after softmax.
             continue
         before, now = _options(there), _options(here)
-        if there.thresholds and not here.thresholds and now.get("threshold") == _WITH_WEIGHTS:
+        if there.thresholds and not here.thresholds and now.get("threshold") == _LEARNED:
             now["threshold"] = 0.0
         for name in sorted(before):
             if before[name] != now[name]:
@@ -92,13 +94,13 @@ def _check_weights_mean_the_same(found: ReLUFormer, model: ReLUFormer, folder: s
 
 
 def _options(config: AttentionConfig) -> dict[str, Any]:
-    """All options of an attention, as far as they are no tensors."""
+    """Options of an attention by name; learned ones are `_LEARNED`."""
     row = ATTENTIONS[config.kind]
-    return {**row.defaults, **dict.fromkeys(row.learned, _WITH_WEIGHTS), **config.fixed_options}
+    return {**row.defaults, **dict.fromkeys(row.learned, _LEARNED), **config.fixed_options}
 
 
 def _field(model: ReLUFormer, site: Site, name: str) -> str:
-    """Where a recipe has an option of the attention at a site."""
+    """Path in the recipe of an option of the attention at a site."""
     own = getattr(model.config, f"{site}_attention")
     attention = model.config.attention_at(site)
     rule = "gamma" in ATTENTIONS[attention.kind].options and hasattr(attention, name)
@@ -107,33 +109,33 @@ def _field(model: ReLUFormer, site: Site, name: str) -> str:
     return f"model.{section}.{'options.' if further else ''}{name}"
 
 
-def begin(
+def initialise(
     recipe: Recipe, run: Path, group: Processes, data: TrainingData, model: ReLUFormer
-) -> Beginning:
-    """Put the newest checkpoint into `model`; without one, calibrate it unless it was trained."""
+) -> InitialState:
+    """Load the newest checkpoint into `model`, or calibrate it if there is none.
+
+    A model with weights of `train.start_from` is not calibrated.
+    """
     step = newest_step(run, group)
     if step == 0:
-        attention = _prepare(recipe, group, data, model.to(group.device))
-        return Beginning(Learner(model, recipe.train, group), RunState(), attention)
+        attention = _calibrate(recipe, group, data, model.to(group.device))
+        return InitialState(TrainerState(model, recipe.train, group), RunState(), attention)
     folder = checkpoint.folder_of(run, step)
     try:
-        found = checkpoint.load(run, step)
+        loaded = checkpoint.load(run, step)
     except UserError as error:
         raise UserError(
-            f"{error}; without the folder {folder} training goes on from the checkpoint before"
+            f"{error}; delete the folder {folder} to resume from the previous checkpoint"
         ) from None
-    load_tensors(model, found.tensors["model"], folder)
-    learner = Learner(model, recipe.train, group)
-    learner.restore(found.tensors)
-    return Beginning(learner, found.state, {})
+    load_tensors(model, loaded.tensors["model"], folder)
+    trainer = TrainerState(model, recipe.train, group)
+    trainer.restore(loaded.tensors)
+    return InitialState(trainer, loaded.state, {})
 
 
 @contextmanager
 def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Switches of torch for a run: threads, determinism, tensor cores for float32 on a GPU.
-
-    They are global, and put back afterwards.
-    """
+    """Global torch settings of a run: threads, determinism, TF32 on a GPU; restored on exit."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     strict = torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -153,16 +155,18 @@ def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def autocast(config: TrainConfig, device: torch.device) -> Autocast:
-    """Makes contexts in which the model computes with the recipe's precision."""
+    """A function that returns an autocast context with the recipe's precision."""
     precision = config.precision or ("bfloat16" if device.type == "cuda" else "float32")
     enabled = precision == "bfloat16"
     return lambda: torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
-def _prepare(recipe: Recipe, group: Processes, data: TrainingData, model: ReLUFormer) -> Attention:
-    """Set every gamma of fresh weights from batches of all lengths; see what attentions then do."""
+def _calibrate(
+    recipe: Recipe, group: Processes, data: TrainingData, model: ReLUFormer
+) -> AttentionStats:
+    """Calibrate gamma unless weights were loaded; return statistics of the attentions."""
     batches = [batch.to(group.device) for batch in calibration_batches(recipe, data)]
     fresh = recipe.train.start_from is None
     if fresh and any(isinstance(module, Gamma) for module in model.modules()):
         model.calibrate(inputs(batch) for batch in batches)
-    return watch(model, batches, group, autocast(recipe.train, group.device))
+    return measure_attention(model, batches, group, autocast(recipe.train, group.device))

@@ -1,4 +1,4 @@
-"""Numbers of a run on disk: `metrics.jsonl`, and curves for tensorboard on request."""
+"""Metrics of a run: `metrics.jsonl` and, optionally, TensorBoard."""
 
 import json
 import os
@@ -11,17 +11,23 @@ from reluformer.files import write_text
 
 
 class Metrics:
-    """One JSON line for each logged step; a step appears once, however often the run was killed."""
+    """Writes one JSON line for each logged step; a resumed run does not repeat steps."""
 
     def __init__(self, path: Path, *, after: int, tensorboard: bool = False) -> None:
-        """Go on after step `after`: what a killed run wrote beyond it is dropped."""
+        """Open `path` and drop lines after step `after`, which a killed run may have written.
+
+        Args:
+            path: The file `metrics.jsonl`.
+            after: Step of the checkpoint from which the run resumes.
+            tensorboard: Also write TensorBoard events, into `tensorboard/` beside the file.
+        """
         if path.is_file():
             write_text(path, "".join(_lines_until(path, after)))
         self._path = path
         self._board = _tensorboard(path.parent, after) if tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add a line with the field `step` and further, perhaps nested, numbers."""
+        """Append a record: the field `step` and further numbers, which may be nested."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if self._board is not None:
@@ -29,12 +35,12 @@ class Metrics:
                 self._board.add_scalar(name, value, record["step"])
 
     def sync(self) -> None:
-        """Make sure that all lines have reached the disk."""
+        """Flush all lines to the disk."""
         with self._path.open("ab") as file:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the curves."""
+        """Close the TensorBoard writer."""
         if self._board is not None:
             self._board.close()
 
@@ -45,7 +51,7 @@ def _lines_until(path: Path, step: int) -> list[str]:
         try:
             record = json.loads(line)
         except ValueError:
-            # Cut short by a kill; nothing follows.
+            # A killed run may leave an incomplete last line.
             break
         if record["step"] > step or not line.endswith("\n"):
             break
@@ -54,14 +60,14 @@ def _lines_until(path: Path, step: int) -> list[str]:
 
 
 def _numbers(record: Mapping[str, Any], parent: str = "") -> list[tuple[str, float]]:
-    found = []
+    numbers = []
     for key, value in record.items():
         name = f"{parent}/{key}" if parent else key
         if isinstance(value, Mapping):
-            found += _numbers(value, name)
+            numbers += _numbers(value, name)
         elif isinstance(value, (int, float)) and name != "step":
-            found.append((name, float(value)))
-    return found
+            numbers.append((name, float(value)))
+    return numbers
 
 
 def _tensorboard(folder: Path, after: int) -> Any:

@@ -1,49 +1,52 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 
 class Reporter(Protocol):
-    """Receives what happens."""
+    """Shows messages and progress."""
 
-    def say(self, text: str) -> None:
-        """A line to read."""
+    def show(self, text: str) -> None:
+        """Show a line of text."""
 
     def advance(self, step: int) -> None:
-        """Step number `step` is done."""
+        """Show that step number `step` is done."""
 
 
 class Silent:
-    """Tells nothing."""
+    """Shows nothing."""
 
-    def say(self, text: str) -> None:
-        """Nothing."""
+    def show(self, text: str) -> None:
+        """Do nothing."""
 
     def advance(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Plain:
-    """Lines on standard error, flushed."""
+    """Prints lines on standard error."""
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Print the line."""
         print(text, file=sys.stderr, flush=True)
 
     def advance(self, step: int) -> None:
-        """Nothing: lines come at the logging steps."""
+        """Do nothing: lines are printed at logging steps."""
 
 
 class Bar:
-    """A bar at the bottom of a terminal, lines above it."""
+    """Shows a progress bar at the bottom of a terminal, and lines above it."""
 
-    def __init__(self, progress: Any, task: Any) -> None:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Print the line above the bar."""
         self._progress.console.print(text, markup=False, highlight=False)
 
@@ -53,16 +56,13 @@ class Bar:
 
 
 @contextmanager
-def reporter(steps: int, *, speaks: bool = True) -> Iterator[Reporter]:
-    """The reporter that suits where standard error goes."""
-    if not speaks:
+def reporter(steps: int, *, enabled: bool = True) -> Iterator[Reporter]:
+    """A bar if standard error is a terminal, else plain lines; silent unless `enabled`."""
+    if not enabled:
         yield Silent()
     elif not sys.stderr.isatty():
         yield Plain()
     else:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             yield Bar(progress, progress.add_task("training", total=steps))

@@ -1,9 +1,8 @@
-"""One factor on all scores, found after training.
+"""One factor for all attention scores, chosen after training by the dev loss.
 
-Dropout adds noise to what attentions read: queries and keys agree less while a model learns than
-when it is used, and every score is then larger than the values were fitted to. Softmax turns
-sharper by it; rectified weights also turn louder, for nothing divides by their sum
-(docs/training-relu-attention.md).
+Dropout adds noise to queries and keys, so scores are smaller in training than in use. In use,
+softmax is then sharper than the model was trained for. Rectified weights without row normalisation
+also have larger row sums (docs/training-relu-attention.md).
 """
 
 from collections.abc import Callable
@@ -18,18 +17,19 @@ _RATIO = 0.95
 _MOST = 20
 
 
-class Tempered(NamedTuple):
-    """What the search found."""
+class ScoreRescaling(NamedTuple):
+    """Result of the search for the factor."""
 
     factor: float
-    """What scores were multiplied by."""
+    """Factor of the scores."""
     before: float
+    """Loss without the factor."""
     after: float
-    """Loss without and with the factor."""
+    """Loss with the factor."""
 
 
 def score_multiplier(model: ReLUFormer) -> Callable[[float], None]:
-    """A function that sets all attention scores of `model` to so many times what they are now."""
+    """A function that sets the attention scores of `model` to a multiple of the present ones."""
     gains = [
         (parameter, parameter.detach().clone())
         for module in model.modules()
@@ -45,11 +45,15 @@ def score_multiplier(model: ReLUFormer) -> Callable[[float], None]:
     return multiply
 
 
-def rescale_scores(model: ReLUFormer, loss: Callable[[], float]) -> Tempered:
-    """Multiply the scores of all attentions by the factor for which `loss` is lowest, in place.
+def rescale_scores(model: ReLUFormer, loss: Callable[[], float]) -> ScoreRescaling:
+    """Multiply all attention scores by the factor with the lowest loss, in place.
 
-    Walks from 1 in steps of 5 % as long as the loss falls: downwards first, for that is where
-    dropout leaves the best.
+    The search starts at 1 and proceeds in steps of 5 % while the loss falls, first downwards, where
+    the optimum lies after training with dropout.
+
+    Args:
+        model: The model.
+        loss: Computes the loss of the model as it is.
     """
     multiply = score_multiplier(model)
     before = lowest = loss()
@@ -57,11 +61,11 @@ def rescale_scores(model: ReLUFormer, loss: Callable[[], float]) -> Tempered:
     for ratio in (_RATIO, 1 / _RATIO):
         for _ in range(_MOST):
             multiply(best * ratio)
-            found = loss()
-            if found >= lowest:
+            value = loss()
+            if value >= lowest:
                 break
-            best, lowest = best * ratio, found
+            best, lowest = best * ratio, value
         if best != 1.0:
             break
     multiply(best)
-    return Tempered(best, before, lowest)
+    return ScoreRescaling(best, before, lowest)

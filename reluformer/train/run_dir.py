@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, what describes it, who may write to it."""
+"""The folder of a run: identity checks, description and lock."""
 
 import datetime
 import json
@@ -32,7 +32,7 @@ def is_finished(run: Path) -> bool:
 
 
 def check_recipe(run: Path, recipe: Recipe) -> None:
-    """Refuse a folder that holds anything but a run of this recipe."""
+    """Raise UserError if `run` holds anything but a run of this recipe."""
     if run.exists() and not run.is_dir():
         raise UserError(f"{run} is not a folder")
     if (run / RECIPE).is_file():
@@ -42,18 +42,26 @@ def check_recipe(run: Path, recipe: Recipe) -> None:
     elif run.is_dir():
         for path in run.iterdir():
             if path.name != _LOCK and not path.name.endswith(PARTIAL):
-                raise UserError(f"{run} holds {path.name} and is no run; choose an empty folder")
+                raise UserError(f"{run} holds {path.name} and is not a run; choose an empty folder")
 
 
 def check_data(run: Path, data: TrainingData) -> None:
-    """Refuse to go on with other data than the run began with."""
-    for name, found in _read(run).get("data", {}).items():
-        if data.checksums.get(name) != found:
+    """Raise UserError if the data differs from that of earlier starts of the run."""
+    for name, checksum in _description(run).get("data", {}).items():
+        if data.checksums.get(name) != checksum:
             raise UserError(f"{run} was trained on other data: the checksum of {name} has changed")
 
 
 def describe(run: Path, recipe: Recipe, data: TrainingData, group: Processes, step: int) -> None:
-    """Write the resolved recipe, the tokenizer, and what this start runs with."""
+    """Write the resolved recipe, the tokenizer, and a description of this start.
+
+    Args:
+        run: Folder of the run.
+        recipe: The recipe.
+        data: Tokenizer, splits and checksums.
+        group: The processes of this start.
+        step: Step from which this start resumes.
+    """
     recipe.save(run / RECIPE)
     data.tokenizer.save(run / TOKENIZER)
     description = {
@@ -65,16 +73,16 @@ def describe(run: Path, recipe: Recipe, data: TrainingData, group: Processes, st
             if split is not None
         },
         "seed": recipe.train.seed,
-        "starts": [*_read(run).get("starts", []), _start(group, step)],
+        "starts": [*_description(run).get("starts", []), _start(group, step)],
     }
     write_json(run / RUN, description)
 
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Keep other processes from training in the same folder; ends with this process at the latest.
+    """Lock the folder against other training processes, until this process ends at the latest.
 
-    Where the system has no such locks, nothing is kept.
+    Without effect on systems without file locks.
     """
     try:
         import fcntl
@@ -90,7 +98,7 @@ def locked(run: Path) -> Iterator[None]:
         yield
 
 
-def _read(run: Path) -> dict[str, Any]:
+def _description(run: Path) -> dict[str, Any]:
     path = run / RUN
     if not path.is_file():
         return {}
@@ -101,6 +109,7 @@ def _read(run: Path) -> dict[str, Any]:
 
 
 def _start(group: Processes, step: int) -> dict[str, Any]:
+    """Time, hardware and versions of this start."""
     cuda = group.device.type == "cuda"
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -115,10 +124,10 @@ def _start(group: Processes, step: int) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""What changes with the step: the learning rate, the weight of the regularisers, the seed."""
+"""Values that depend on the step: learning rate, warm-up of the regularisers, seed."""
 
 import hashlib
 import math
@@ -7,9 +7,9 @@ from reluformer.config.train import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Rate of step 1, 2, ...: linear to its peak over `warmup` steps, then as `schedule` says.
+    """Learning rate of step 1, 2, ...: linear to its peak over `warmup` steps, then `schedule`.
 
-    `inverse_sqrt` falls with the square root of the step; `cosine` reaches 0 after the last step.
+    `inverse_sqrt` decays with the square root of the step; `cosine` reaches 0 after the last step.
     """
     if step <= config.warmup:
         return config.lr * step / config.warmup
@@ -20,15 +20,15 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def regulariser_share(config: TrainConfig, step: int) -> float:
-    """Share of the regularisers' weights that counts in step 1, 2, ...: rises linearly to 1."""
+    """Factor of the regularisers' weights in step 1, 2, ...: rises linearly to 1."""
     return min(1.0, step / max(config.regulariser_warmup, 1))
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of everything random in one step of one process.
+    """Seed of all random numbers of one step on one rank.
 
-    Seeding anew in every step makes randomness a function of the step: a resumed run needs no
-    stored generator, and may have another number of processes.
+    Random numbers are a function of the step, so a resumed run needs no stored generator state and
+    may have another number of ranks.
     """
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     return int.from_bytes(digest[:7])

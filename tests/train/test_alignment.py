@@ -77,7 +77,7 @@ def learn(folder: Path, capfd: pytest.CaptureFixture[str], **fields: Any) -> Out
     said = capfd.readouterr().err
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     accuracy, aligned = held_out(load_run(folder))
-    warned = "the attention to the source has collapsed" in said
+    warned = "cross-attention has collapsed" in said
     return Outcome(last["nll"], last["attention"]["cross"], warned, accuracy, aligned)
 
 

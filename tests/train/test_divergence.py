@@ -62,16 +62,16 @@ def test_dead_rows_are_told_once_beside_a_collapse() -> None:
 def test_nothing_is_saved_after_a_bad_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_every: int
 ) -> None:
-    original = trainer_state.Learner.update
+    original = trainer_state.TrainerState.update
 
-    def poisoned(self: trainer_state.Learner, step: int, rate: float) -> torch.Tensor:
+    def poisoned(self: trainer_state.TrainerState, step: int, rate: float) -> torch.Tensor:
         if step == 5:
             next(p for p in self.parameters.values()).grad.fill_(math.nan)  # type: ignore[union-attr]
         return original(self, step, rate)
 
     recipe = tiny(steps=12, log_every=log_every, checkpoint_every=4, dev_every=None)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_state.Learner, "update", poisoned)
+        patch.setattr(trainer_state.TrainerState, "update", poisoned)
         with pytest.raises(Diverged, match="diverged by step") as caught:
             train(recipe, tmp_path, quiet=True)
     assert 5 <= caught.value.step < 5 + log_every

@@ -18,7 +18,7 @@ from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.processes import Processes
 from reluformer.train import train
 from reluformer.train.data import load_data
-from reluformer.train.initialise import _check_weights_mean_the_same, begin, take_weights
+from reluformer.train.initialise import _check_same_rule, initialise, load_start_weights
 from tests.train.test_loop import assert_same, metrics, weights
 from tests.train.tiny import tiny
 
@@ -30,8 +30,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on short examples, with all that is learned, averaged and rescaled."""
     folder = tmp_path_factory.mktemp("runs") / "short"
     recipe = tiny(
-        model__attention=ATTENTION, data__max_length=8, lr=0.02, rescale_scores=True, final="average",
-        average_last=2,
+        model__attention=ATTENTION, data__max_length=8, lr=0.02, rescale_scores=True,
+        final="average", average_last=2,
     )  # fmt: skip
     train(recipe, folder, quiet=True)
     return folder
@@ -47,10 +47,10 @@ def test_the_first_step_is_taken_from_the_finished_weights(short: Path, tmp_path
     recipe = long(short, model__attention=attention, model__dropout=0.3, ema=0.9)
     data, alone = load_data(recipe), Processes(0, 1, torch.device("cpu"))
     model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size))
-    take_weights(model, recipe, data)
-    found = begin(recipe, tmp_path, alone, data, model)
-    assert found.state == RunState() and not found.learner.optimizer.state
-    tensors = found.learner.tensors()
+    load_start_weights(model, recipe, data)
+    found = initialise(recipe, tmp_path, alone, data, model)
+    assert found.state == RunState() and not found.trainer.optimizer.state
+    tensors = found.trainer.tensors()
     names = [name for name in tensors["model"] if name.endswith(("log_gamma", "threshold"))]
     assert len(names) == 6
     for name, tensor in weights(short).items():
@@ -183,7 +183,7 @@ def test_a_site_is_named_by_its_own_section() -> None:
     )
     message = "power 4 in the cross attention, model.cross_attention.power is 8 here"
     with pytest.raises(UserError, match=message):
-        _check_weights_mean_the_same(found, model, "run")
+        _check_same_rule(found, model, "run")
 
 
 def _check(there: dict[str, Any], here: dict[str, Any], message: str | None) -> None:
@@ -199,4 +199,4 @@ def _check(there: dict[str, Any], here: dict[str, Any], message: str | None) -> 
     )  # fmt: skip
     refused = nullcontext() if message is None else pytest.raises(UserError, match=message)
     with refused:
-        _check_weights_mean_the_same(found, model, "run")
+        _check_same_rule(found, model, "run")

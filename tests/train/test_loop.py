@@ -63,7 +63,7 @@ def test_without_a_damaged_checkpoint_a_run_goes_on_from_the_one_before(
         train(recipe, tmp_path / "parts", quiet=True)
     folder = checkpoint.folder_of(tmp_path / "parts", 4)
     (folder / "model.safetensors").write_bytes(b"x" * 99)
-    with pytest.raises(UserError, match=f"cannot be read: .*; without the folder {folder}"):
+    with pytest.raises(UserError, match=f"cannot be read: .*; delete the folder {folder}"):
         train(recipe, tmp_path / "parts", quiet=True)
     shutil.rmtree(folder)
     train(recipe, tmp_path / "parts", quiet=True)
@@ -133,7 +133,7 @@ def test_switches_of_torch_are_put_back(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_other_peoples_folders_are_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds thesis.txt and is no run"):
+    with pytest.raises(UserError, match=r"holds thesis.txt and is not a run"):
         train(tiny(), tmp_path, quiet=True)
     with pytest.raises(UserError, match="is not a folder"):
         train(tiny(), tmp_path / "thesis.txt", quiet=True)

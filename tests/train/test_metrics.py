@@ -88,9 +88,9 @@ def test_the_meter_gives_means_and_starts_again() -> None:
     for step in (1.0, 3.0):
         meter.add(torch.full((5,), step), torch.tensor(10 * step), tokens=7)
     assert meter.tokens == 14
-    assert meter.read() == (2.0, 2.0, 2.0, 2.0, 2.0, 20.0)
+    assert meter.flush() == (2.0, 2.0, 2.0, 2.0, 2.0, 20.0)
     meter.add(torch.tensor([1.0, torch.nan, 1.0, 1.0, 1.0]), torch.tensor(1.0), tokens=1)
-    assert torch.tensor(meter.read().nll).isnan() and meter.tokens == 0
+    assert torch.tensor(meter.flush().nll).isnan() and meter.tokens == 0
 
 
 def test_plain_lines_where_there_is_no_terminal(
@@ -117,10 +117,10 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     with reporter(9) as shown:
-        shown.say("[not markup] step 1")
+        shown.show("[not markup] step 1")
         shown.advance(4)
     assert "[not markup] step 1" in screen.getvalue() and "4/9" in screen.getvalue()
-    with reporter(9, speaks=False) as silent:
-        silent.say("nothing")
+    with reporter(9, enabled=False) as silent:
+        silent.show("nothing")
         silent.advance(1)
     assert "nothing" not in screen.getvalue()

@@ -60,7 +60,7 @@ def test_bleu_compares_each_translation_with_its_reference(
         return [Hypothesis(data.tokenizer.encode(text), 0.0, 0.0, True) for text in texts]
 
     model = ReLUFormer(tiny().model_with(data.tokenizer.vocab_size))
-    monkeypatch.setattr(validation, "_TOGETHER", 4)
+    monkeypatch.setattr(validation, "_BLEU_BATCH", 4)
     with monkeypatch.context() as patch:
         patch.setattr(validation, "search", reversing)
         bleu = validation.dev_bleu(model, data.tokenizer, the_split(data), examples=10)
@@ -75,7 +75,7 @@ def test_watching_sees_every_site_and_leaves_no_trace(data: TrainingData) -> Non
     model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size)).train()
     batches = the_split(data).batches(recipe)
     seen = [
-        validation.watch(model, list(batches.epoch(0))[:count], ALONE, nullcontext)
+        validation.measure_attention(model, list(batches.epoch(0))[:count], ALONE, nullcontext)
         for count in (2, 2, 1)
     ]
     assert set(seen[0]) == {"encoder", "decoder", "cross"}
