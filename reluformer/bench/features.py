@@ -1,4 +1,4 @@
-"""What the options of our fused kernels cost, beside the plain call."""
+"""Options of the fused ReLU kernels, each timed beside the plain call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -23,15 +23,15 @@ PLAIN = "plain"
 _GROUPS = 8
 _LEVELS: tuple[SumsLevel | None, ...] = (None, "row_sum", "entropy")
 
-# So small a chance drops nothing, but takes the same path through the kernel.
-_NEVER = 1e-9
+# A dropout rate that drops no weight but takes the same path through the kernel.
+_NO_DROPOUT = 1e-9
 
 
 def features(case: Case) -> dict[str, Contestant]:
     """The plain call and one contestant for each option."""
     device, n = case.device, case.keys
     grouped = replace(case, kv_heads=max(1, case.heads // _GROUPS))
-    found = [
+    contestants = [
         _feature(PLAIN, case),
         _feature("row sums", case, statistics=1),
         _feature("row sums and entropy", case, statistics=2),
@@ -57,17 +57,18 @@ def features(case: Case) -> dict[str, Contestant]:
         replace(
             _feature("dropout", case),
             run=_kernel(case, {"dropout_p": 0.1}),
-            deterministic_run=_kernel(case, {"dropout_p": _NEVER}),
+            deterministic_run=_kernel(case, {"dropout_p": _NO_DROPOUT}),
         ),
         _packed("packed", case),
         _packed("packed and ragged, for the same work", case, cuts=_cuts(case)),
     ]
-    return {each.name: each for each in found}
+    return {contestant.name: contestant for contestant in contestants}
 
 
 def _feature(
     name: str, case: Case, options: Options = lambda batch, heads: {}, statistics: int = 0
 ) -> Contestant:
+    """A call with one option."""
     run = _kernel(case, {**options(case.batch, case.heads), "return_sums": _LEVELS[statistics]})
     return Contestant(
         name, "relu", run, case, _on_triton(case), options=options, statistics=statistics
@@ -75,9 +76,9 @@ def _feature(
 
 
 def _sampled(case: Case) -> Contestant:
-    """Row sums, and the entropies of one block of rows in eight."""
+    """Row sums, and entropies of one block of query rows in eight."""
     run = _kernel(case, {"return_sums": "entropy", "entropy_every": 8})
-    reason = None if _on_triton(case) else "the cpu implementation makes all entropies"
+    reason = None if _on_triton(case) else "the CPU backend computes all entropies"
     return Contestant(
         "row sums, one entropy in 8", "relu", run, case, _on_triton(case), statistics=2,
         entropy_every=8, absent=reason,
@@ -85,7 +86,7 @@ def _sampled(case: Case) -> Contestant:
 
 
 def _as_in_models(case: Case) -> Contestant:
-    """The attention that models have by default, row sums for their loss included."""
+    """The default attention of models, with the row sums for their loss."""
     config = AttentionConfig()
 
     def options(batch: int, heads: int) -> dict[str, Any]:
@@ -96,10 +97,10 @@ def _as_in_models(case: Case) -> Contestant:
     impl = "triton" if _on_triton(case) else "cpu"
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        found = relu_attention(
+        result = relu_attention(
             q, k, v, causal=case.causal, impl=impl, return_sums="row_sum", **settings
         )
-        return found.output, found.sums.row_sum
+        return result.output, result.sums.row_sum
 
     return Contestant(
         "as in the models", "relu", run, case, _on_triton(case), options=options, statistics=1
@@ -113,7 +114,7 @@ def _on_triton(case: Case) -> bool:
 
 
 def _kernel(case: Case, change: Mapping[str, Any], packing: Packing | None = None) -> Run:
-    """A call of the fused kernel itself; `change` holds fields of `Call`, rule and visibility."""
+    """A direct call of the fused kernel; `change` holds fields of call, rule and visibility."""
     kernel = triton.attend if _on_triton(case) else cpu.attend
     rule = Rectified(**_fields(Rectified, change))
     visibility = Visibility(**{"causal": case.causal, **_fields(Visibility, change)})
@@ -121,49 +122,50 @@ def _kernel(case: Case, change: Mapping[str, Any], packing: Packing | None = Non
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         call = Call(q, k, v, visibility, case.width**-0.5, packing=packing, **shared)
-        return tuple(each for each in kernel(call, rule) if each is not None)
+        return tuple(tensor for tensor in kernel(call, rule) if tensor is not None)
 
     return run
 
 
 def _fields(kind: type[Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the changes that are fields of a dataclass."""
-    return {each.name: change[each.name] for each in fields(kind) if each.name in change}
+    """The changes that are fields of a dataclass."""
+    names = (field.name for field in fields(kind))
+    return {name: change[name] for name in names if name in change}
 
 
 def _cuts(case: Case) -> list[int]:
-    """Where each sequence is cut so that lengths are spread evenly over 0 to n."""
+    """Position of a cut in each sequence, such that lengths are spread evenly over 0 to n."""
     return [case.keys * (2 * row + 1) // (2 * case.batch) for row in range(case.batch)]
 
 
 def _packed(name: str, case: Case, cuts: Sequence[int] = ()) -> Contestant:
-    """The same tokens without a batch dimension; with `cuts` [B], sequences of two that meet there.
+    """The same tokens as packed sequences; `cuts` [B] divide each sequence into two.
 
-    Padded to their longest, those would be nearly half padding. They are less work than the plain
-    call: the squares of their lengths.
+    If padded, the ragged sequences would be nearly half padding. Their work, the sum of the squared
+    lengths, is less than that of the plain call.
     """
     n = case.keys
     borders = {row * n for row in range(case.batch + 1)}
     borders |= {row * n + cut for row, cut in enumerate(cuts)}
     ends = torch.tensor(sorted(borders), device=case.device, dtype=torch.int32)
     lengths = [end - start for start, end in pairwise(sorted(borders))]
-    longest, work = max(lengths), sum(each**2 for each in lengths) / (case.batch * n**2)
+    longest, work = max(lengths), sum(length**2 for length in lengths) / (case.batch * n**2)
 
     kernel = _kernel(case, {}, Packing(ends, ends, longest, longest))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
         out, *_ = kernel(q, k, v)
         return (out.view(case.batch, case.queries, *out.shape[1:]).transpose(1, 2),)
 
     def options(batch: int, heads: int) -> dict[str, Any]:
-        # Asked for the first and the last sequence.
+        # The comparison with float64 takes the first and the last sequence.
         if not cuts:
             return {}
-        at = torch.arange(n, device=case.device)
-        side = at < torch.tensor([[cuts[0]], [cuts[-1]]], device=case.device)
+        position = torch.arange(n, device=case.device)
+        side = position < torch.tensor([[cuts[0]], [cuts[-1]]], device=case.device)
         return {"mask": (side[:, :, None] == side[:, None, :]).unsqueeze(1)}
 
     on_triton = _on_triton(case)
-    reason = None if on_triton else "the cpu implementation takes no packed sequences"
+    reason = None if on_triton else "the CPU backend does not support packed sequences"
     return Contestant(name, "relu", run, case, on_triton, options, absent=reason, work=work)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from reluformer import ATTENTIONS, attention
 from reluformer.errors import UserError
+from reluformer.ops.family import table
 from reluformer.ops.family.table import lookup
 from tests.ops.inputs import (
     NAMES,
@@ -35,12 +36,16 @@ def test_the_family_is_complete() -> None:
 @every_attention
 def test_rows_describe_themselves(name: str) -> None:
     row = ATTENTIONS[name]
-    assert row.name == name
     assert row.formula and row.paper
     assert (row.weigh is None) != (row.rule is None)
     assert set(row.learned) <= row.options
     assert set(row.learned) <= set(tensor_option_names(row))
     assert set(row.learned.values()) <= {"head", "width", "pair", "token"}
+
+
+def test_names_are_unique() -> None:
+    # A second row of the same name would replace the first in the dictionary.
+    assert len(table._ROWS) == len(ATTENTIONS)
 
 
 def test_options_never_hide_the_shared_arguments() -> None:
