@@ -1,10 +1,9 @@
-"""The two collectives of context parallelism, each the gradient of the other.
+"""The collectives of context parallelism: `gather` and `scatter_sum` are each other's gradient.
 
-A sequence over R ranks is 2R chunks, of which rank r holds number r and number 2R - 1 - r: its
-*shard*, [..., 2c, ...] with c tokens in a chunk. `gather` makes the whole sequence of all shards,
-`scatter_sum` adds whole tensors up and leaves each rank its shard of the sum. Sums are float32 at
-least; other traffic has the dtype of the tensors. Several tensors that are summed travel side by
-side, in one collective.
+A sequence on R ranks consists of 2R chunks of c tokens. The *shard* of rank r, [..., 2c, ...],
+holds chunks r and 2R - 1 - r. `gather` concatenates all shards to the whole sequence. `scatter_sum`
+sums whole tensors over the ranks and leaves each rank its shard of the sum. Sums are computed in
+float32 or wider; gathered tensors keep their dtype. One collective sums several tensors.
 """
 
 # Builds of torch without distributed support have no `dist.ProcessGroup` to annotate with.
@@ -19,9 +18,9 @@ from torch import Tensor
 
 
 def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The whole sequence [..., 2Rc, ...], in its order along `dim`, of shards [..., 2c, ...].
+    """Concatenate shards [..., 2c, ...] along `dim` to the whole sequence [..., 2Rc, ...].
 
-    The gradient of a shard is the sum over the ranks of what each found for it.
+    The gradient of a shard is summed over the ranks.
     """
     whole: Tensor = _Gather.apply(shard, dim, group)  # type: ignore[no-untyped-call]
     return whole
@@ -30,18 +29,20 @@ def gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
 def scatter_sum(
     wholes: Sequence[Tensor], dim: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, ...]:
-    """This rank's shards [..., 2c, ..., w] of the sums over the ranks of [..., 2Rc, ..., w].
+    """Sum tensors [..., 2Rc, ..., w] over the ranks; return this rank's shards [..., 2c, ..., w].
 
-    The tensors differ in their last dimension alone, which is not `dim`, and in their dtypes.
+    The tensors may differ in their dtype and in their last dimension, which is not `dim`.
     """
     shards: tuple[Tensor, ...] = _ScatterSum.apply(dim, group, *wholes)  # type: ignore[no-untyped-call]
     return shards
 
 
-def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
-    """The sums of the ranks' tensors [..., w], on every rank, without gradient.
+def all_reduce_sum(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> tuple[Tensor, ...]:
+    """Sum tensors [..., w] over the ranks, without gradients.
 
-    The tensors differ in their last dimension alone, and in their dtypes.
+    The tensors may differ in their dtype and in their last dimension.
     """
     total = wide(torch.cat(list(tensors), dim=-1))
     dist.all_reduce(total, group=group)
@@ -49,15 +50,15 @@ def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> tuple[
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of a rank: one of the head and one of the tail of the sequence.
+    """Indices of the two chunks of a rank, one from each half of the sequence.
 
-    Under a causal mask late chunks see much and early ones little; every such pair sees the same.
+    Under a causal mask late chunks see more keys than early ones; all such pairs see equally many.
     """
     return rank, 2 * ranks - 1 - rank
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in its own dtype where that is wider."""
+    """The tensor in float32 or, if that is wider, in its own dtype."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -86,27 +87,27 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Nothing is added here: as bytes, each gradient keeps its own dtype.
+        # Gathering needs no arithmetic, so gradients travel as bytes and keep their dtypes.
         sent = [
             grad.to(dtype).contiguous().view(torch.uint8)
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         received = _all_gather(_side_by_side(sent), ctx.dim, ctx.group)
         pieces = torch.split(received, [each.shape[-1] for each in sent], dim=-1)
-        found = (
+        wholes = (
             piece.contiguous().view(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True)
         )
-        return None, None, *found
+        return None, None, *wholes
 
 
 def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor [..., all w] in the widest of the dtypes; of a single one no copy."""
+    """Concatenate along the last dimension, in the widest dtype; a single tensor is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
 
 
 def _all_gather(shard: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     ranks = dist.get_world_size(group)
-    # Chunks come first on the wire, so that one copy on either side puts them in place.
+    # Chunks are the first dimension of the message, so that one copy on each side suffices.
     sent = torch.stack(shard.chunk(2, dim))
     received = sent.new_empty((2 * ranks, *sent.shape[1:]))
     # torch 2.13 renames the collective and deprecates the old name.
@@ -131,5 +132,5 @@ def _reduce_scatter(whole: Tensor, dim: int, group: dist.ProcessGroup | None) ->
 
 
 def _order(ranks: int) -> list[int]:
-    """All chunks, rank by rank."""
+    """Indices of all chunks, rank by rank."""
     return [chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks)]

@@ -1,10 +1,10 @@
-"""Parts of an attention that add up: rectified weights know nothing of the other keys.
+"""Partial sums of rectified attention over subsets of the keys.
 
-With weights c_i f(s_ij), the sum of f(s_ij) v_j over the keys can be taken part by part, in any
-order, wherever the keys are; c_i, which needs the number of all keys that row i sees, multiplies
-the total. No maximum or logarithm of a sum has to be merged. A rule that divides rows by their sums
-(`Rectified.row_normalise`) also needs the sum of f(s_ij), which adds up in the same way: the division
-comes once, behind both totals.
+A rectified weight c_i f(s_ij) does not depend on the other keys, except for the scale c_i, which
+depends on the number of keys that row i sees. Each rank therefore sums f(s_ij) v_j over its keys,
+the sums of the ranks are added, and c_i multiplies the total. No maximum and no log-sum-exp has to
+be merged. With `Rectified.row_normalise`, the row sums of f(s_ij) are added in the same way, and
+the rows are divided once, at the end.
 """
 
 from collections.abc import Mapping
@@ -16,64 +16,44 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.api import attend
 from reluformer.ops.call import Call
-from reluformer.ops.checks import check_attention, check_tensors
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import ATTENTIONS, lookup
 from reluformer.ops.rule import Rectified
-from reluformer.ops.visibility import Visibility
 
 
 def additive(name: str) -> Attention:
-    """The attention called `name`, if its parts add up."""
+    """Look up an attention whose partial sums add up.
+
+    Raises:
+        UserError: If the attention is unknown or has no rectified rule.
+    """
     row = lookup(name)
     if row.rule is None:
         known = ", ".join(sorted(other for other, row in ATTENTIONS.items() if row.rule))
         raise UserError(
-            f"{name} attention cannot be divided over ranks: only the outputs of rectified "
-            f"attentions add up ({known})"
+            f"name must be a rectified attention ({known}), because only their partial outputs can "
+            f"be summed over ranks; got {name}"
         )
     return row
 
 
-def checked_call(
-    row: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Mapping[str, Any],
-    *,
-    scale: float | None,
-    causal: bool = False,
-    key_lengths: Tensor | None = None,
-    dropout_p: float = 0.0,
-    return_stats: bool = False,
-) -> Call:
-    """The call on this rank's tensors, refused before anything is sent if it cannot be right."""
-    check_tensors(q, k, v)
-    if scale is None:
-        scale = row.default_scale(q.shape[-1])
-    visibility = Visibility(causal=causal, key_lengths=key_lengths)
-    call = Call(q, k, v, visibility, scale, dropout_p=dropout_p, return_stats=return_stats)
-    check_attention(row, call, options)
-    return call
-
-
 def rule_of(row: Attention, options: Mapping[str, Any]) -> Rectified:
-    """The rule of an additive attention with its options."""
+    """The rectified rule of an attention with its options."""
     rule = row.rectified(options)
     assert rule is not None
     return rule
 
 
-def read(rule: Rectified, call: Call, impl: str) -> tuple[Tensor, ...]:
-    """sum_j f(s_ij) v_j over the call's keys, [B, H, Tq, Dv]: the output without its scale c_i.
+def sum_over_keys(rule: Rectified, call: Call, impl: str) -> tuple[Tensor, ...]:
+    """Sums over the keys of a call, without the scale c_i.
 
-    If the rule divides by row sums, then also sum_j f(s_ij), [B, H, Tq, 1] in float32 or wider and
-    before dropout.
+    Returns:
+        sum_j f(s_ij) v_j, [B, H, Tq, Dv]. With row normalisation also sum_j f(s_ij) before dropout,
+        [B, H, Tq, 1], in float32 or wider.
     """
     q, k, v = call.q, call.k, call.v
     if q.dtype == torch.float16:
-        # Not yet divided, sums over long contexts leave its range.
+        # Sums without the scale exceed the range of float16 for long contexts.
         q, k, v = q.float(), k.float(), v.float()
     call = call._replace(
         q=q, k=k, v=v, return_sums=None if rule.row_normalise is None else "row_sum"
@@ -97,9 +77,17 @@ def combine(
     n: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The output [B, H, Tq, Dv] from what `read` sums, over all keys.
+    """Output of an attention from its sums over all keys.
 
-    n, the number of keys that a row sees in all, is broadcastable to [B, H, Tq].
+    Args:
+        row: The attention.
+        options: Its options.
+        sums: The results of `sum_over_keys`, added over all ranks.
+        n: Number of keys that each row sees, broadcastable to [B, H, Tq].
+        dtype: Type of the output.
+
+    Returns:
+        [B, H, Tq, Dv].
     """
     rule = rule_of(row, options)
     output, *row_sum = sums

@@ -1,4 +1,4 @@
-"""How a sequence lies on the ranks of a process group."""
+"""Sharding of a sequence across the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from reluformer.errors import UserError
 
 @dataclass(frozen=True)
 class ShardedSequence:
-    """A sequence of `length` tokens on the R ranks of a group (None: of all processes).
+    """A sequence of `length` tokens, sharded across the R ranks of a process group.
 
-    It is cut into 2R chunks of equal size, after padding at its end if need be. Rank r holds chunks
-    r and 2R - 1 - r, one after the other: its shard. So every rank has the same work under a
-    causal mask. Padding is never seen as a key; as queries it gives outputs without meaning.
+    The sequence is padded at its end and cut into 2R chunks of c tokens. The shard of rank r
+    consists of chunks r and 2R - 1 - r, which gives all ranks the same work under a causal mask.
+    Padding is never visible as a key. Outputs of padded queries have no meaning.
+
+    Args:
+        length: Number of tokens of the whole sequence.
+        group: The process group; None for all processes.
     """
 
     length: int
@@ -27,57 +31,57 @@ class ShardedSequence:
 
     def __post_init__(self) -> None:
         if not isinstance(self.length, int) or self.length < 1:
-            raise UserError(f"length must be a whole number of at least 1, got {self.length!r}")
+            raise UserError(f"length must be an integer of at least 1, got {self.length!r}")
         check_group(self.group)
 
     @property
     def rank(self) -> int:
-        """This process's number in the group."""
+        """Rank of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def ranks(self) -> int:
-        """R, the number of processes."""
+        """R, the number of ranks."""
         return dist.get_world_size(self.group)
 
     @property
     def chunk(self) -> int:
-        """c, the tokens of a chunk."""
+        """c, the number of tokens of a chunk."""
         return -(-self.length // (2 * self.ranks))
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The two chunks of this rank."""
+        """Indices of the two chunks of this rank."""
         return chunks_of(self.rank, self.ranks)
 
     @property
     def shard_length(self) -> int:
-        """2c, the tokens of a shard, padding included."""
+        """2c, the number of tokens of a shard, with padding."""
         return 2 * self.chunk
 
     @property
     def padded_length(self) -> int:
-        """2Rc, the tokens of all shards."""
+        """2Rc, the number of tokens of all shards, with padding."""
         return self.ranks * self.shard_length
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """[2c]: where this rank's tokens stand in the sequence; padding stands past its end."""
+        """Positions [2c] of this rank's tokens in the sequence; padding has positions >= length."""
         within = torch.arange(self.chunk, device=device)
         return torch.cat([chunk * self.chunk + within for chunk in self.chunks])
 
     def held(self, lengths: Tensor, rank: int | None = None) -> Tensor:
-        """How many of the first `lengths` tokens of the sequence a rank (this one) holds.
+        """Number of tokens before position `lengths` that a rank holds; by default this rank.
 
-        A shard keeps its tokens in their order, so they are always its first ones.
+        A shard keeps its tokens in order, so these are its first tokens.
         """
         chunks = self.chunks if rank is None else chunks_of(rank, self.ranks)
         head, tail = ((lengths - chunk * self.chunk).clamp(0, self.chunk) for chunk in chunks)
         return head + tail
 
     def shard(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part [..., 2c, ...] of a tensor [..., length, ...], padded with zeros.
+        """This rank's shard [..., 2c, ...] of a tensor [..., length, ...], padded with zeros.
 
-        The gradient of `whole` is this rank's share: zero outside its part.
+        The gradient of `whole` is zero outside the shard.
         """
         if whole.shape[dim] != self.length:
             raise UserError(
@@ -91,16 +95,16 @@ class ShardedSequence:
         return torch.cat([chunks[chunk] for chunk in self.chunks], dim)
 
     def unshard(self, shard: Tensor, dim: int) -> Tensor:
-        """The whole [..., length, ...] on every rank, from shards [..., 2c, ...], without padding.
+        """The whole tensor [..., length, ...] on every rank, from shards [..., 2c, ...].
 
-        Its gradient is summed over the ranks: a loss that every rank computes counts R times.
+        Gradients are summed over the ranks: a loss that every rank computes counts R times.
         """
         dim %= shard.dim()
         self.check(shard, dim, "shard")
         return gather(shard, dim, self.group).narrow(dim, 0, self.length)
 
     def check(self, shard: Tensor, dim: int, name: str) -> None:
-        """Refuse a tensor that is not a shard of this sequence."""
+        """Raise UserError if a tensor does not have the size of a shard of this sequence."""
         if shard.shape[dim] != self.shard_length:
             raise UserError(
                 f"{name} must hold this rank's {self.shard_length} tokens in dimension {dim} "
@@ -110,8 +114,10 @@ class ShardedSequence:
 
 
 def check_group(group: dist.ProcessGroup | None) -> None:
-    """Refuse a group that this process cannot use."""
+    """Raise UserError if this process cannot use the group."""
     if not dist.is_available() or not dist.is_initialized():
-        raise UserError("there is no process group: call torch.distributed.init_process_group")
+        raise UserError(
+            "there is no process group; call torch.distributed.init_process_group first"
+        )
     if dist.get_rank(group) < 0:
         raise UserError("group must be a process group that this process belongs to")

@@ -1,4 +1,4 @@
-"""Sharded attention on the device, with the fused kernels and NCCL. `pytest -m gpu`."""
+"""Sharded attention on a GPU, with fused kernels and NCCL. `pytest -m gpu`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ LENGTH = 1001
 
 @pytest.fixture(scope="module")
 def sequence() -> Iterator[ShardedSequence]:
-    """One rank: a GPU takes no more with NCCL."""
+    """A sequence on one rank; NCCL allows one rank per GPU."""
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     yield ShardedSequence(LENGTH)
@@ -38,10 +38,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-DIVIDED: dict[str, Any] = {"power": 4, "row_normalise": 1e-2}
+NORMALISED: dict[str, Any] = {"power": 4, "row_normalise": 1e-2}
 
 
-@pytest.mark.parametrize("options", [{}, DIVIDED], ids=["plain", "divided"])
+@pytest.mark.parametrize("options", [{}, NORMALISED], ids=["plain", "row-normalised"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("move", ["keys", "queries"])
 def test_matches_the_reference(
@@ -73,8 +73,8 @@ def test_matches_the_reference(
     assert error(found[3], wanted[3]) < 1.2e-2
 
 
-@pytest.mark.parametrize("options", [{}, DIVIDED], ids=["plain", "divided"])
-def test_decoding(sequence: ShardedSequence, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, NORMALISED], ids=["plain", "row-normalised"])
+def test_decoding_matches_the_reference(sequence: ShardedSequence, options: dict[str, Any]) -> None:
     q, k, v = (each.detach().bfloat16() for each in inputs())
     cache, shards = ShardedCache(), [sequence.shard(each, 2) for each in (k, v)]
     cache.fill(*shards, sequence)
