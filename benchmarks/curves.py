@@ -26,7 +26,7 @@ TITLES = {
     "row_sum": "mean row sum",
     "dead_rows": "share of rows without weight",
 }
-SITES = {"cross": "attention to the source", "decoder": "decoder", "encoder": "encoder"}
+SITES = {"cross": "cross-attention", "decoder": "decoder", "encoder": "encoder"}
 
 
 def points(curve: list[dict[str, Any]], panel: str) -> tuple[list[float], list[float]]:
