@@ -1,4 +1,4 @@
-"""Checkpoints: exact, whole or absent, pruned, and models found wherever they lie."""
+"""Checkpoints: round trip, atomic writes, pruning, and loading of models."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def some_tensors() -> dict[str, Tensors]:
     }
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_survives_a_round_trip(tmp_path: Path) -> None:
     tensors = some_tensors()
     folder = checkpoint.save(tmp_path, STATE, tensors)
     assert folder.name == "step-00001200" and checkpoint.steps(tmp_path) == [1200]
@@ -51,7 +51,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / checkpoint.CHECKPOINTS).iterdir()) == []
 
 
-def test_leftovers_are_cleaned_and_never_taken_for_checkpoints(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_ignored_and_cleaned(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, STATE, some_tensors())
     for name in ("step-00001300.77.partial", "step-00000100.partial"):
         (tmp_path / checkpoint.CHECKPOINTS / name).mkdir()
@@ -73,7 +73,7 @@ def test_pruning_keeps_the_last_and_the_protected(tmp_path: Path) -> None:
     assert len(list((tmp_path / checkpoint.CHECKPOINTS).iterdir())) == 2
 
 
-def test_a_run_is_loaded_from_wherever_its_model_lies(tmp_path: Path) -> None:
+def test_a_run_loads_from_its_folder_model_or_checkpoint(tmp_path: Path) -> None:
     recipe = tiny()
     tokenizer = Tokenizer.train(["a b c"] * 9, 280)
     recipe.save(tmp_path / "recipe.yaml")

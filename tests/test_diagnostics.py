@@ -1,4 +1,4 @@
-"""The measures against their definitions."""
+"""Diagnostics against their definitions."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_branch_variances_cover_every_branch(norm: str) -> None:
     assert ratios["decoder.1.memory"] == 0 and ratios["decoder.0.memory"] > 0
 
 
-def test_padding_takes_no_part() -> None:
+def test_padding_is_excluded() -> None:
     model, inputs = ReLUFormer(small()).double(), batch()
     cut = {name: tensor[1:2] for name, tensor in inputs.items()}
     short = {"source": cut["source"][:, :5], "target": cut["target"][:, :3]}
@@ -53,7 +53,7 @@ def test_padding_takes_no_part() -> None:
                 assert left == (right if isinstance(right, (str, int)) else pytest.approx(right))
 
 
-def test_attention_reports_tell_kinds_apart() -> None:
+def test_attention_reports_differ_by_kind() -> None:
     inputs = batch()
     relu = diagnostics.attention_reports(ReLUFormer(small(attention_threshold_init=0.0)), inputs)
     softmax = diagnostics.attention_reports(ReLUFormer(small("softmax")), inputs)
@@ -76,7 +76,7 @@ def test_memory_reports_find_dead_slots() -> None:
     assert reports[0].zeros > reports[1].zeros
 
 
-def test_maps_come_by_site_and_layer() -> None:
+def test_maps_are_keyed_by_site_and_layer() -> None:
     maps = diagnostics.attention_maps(ReLUFormer(small()), batch())
     assert sorted(maps) == [(s, i) for s in ("cross", "decoder", "encoder") for i in (0, 1)]
     assert maps["cross", 1].shape == (3, 4, 7, 9)

@@ -1,4 +1,4 @@
-"""The attention layer: what it learns, records, samples and calibrates."""
+"""The attention layer: parameters, records, sampled statistics and calibration."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def row_sum(record) -> float:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_everything_learned_gets_a_gradient(kind: str) -> None:
+def test_every_parameter_gets_a_gradient(kind: str) -> None:
     learns = {"attention_gamma": "head", "attention_threshold": "head"} if kind == "relu" else {}
     model = ReLUFormer(small(kind, **learns)).double()
     # Away from the neutral start, so that no gradient is zero by symmetry.
@@ -62,7 +62,7 @@ def test_calibration_over_batches_lies_between_them() -> None:
     assert gammas[2] == pytest.approx((gammas[0] * gammas[1]) ** 0.5, rel=1e-5)
 
 
-def test_calibration_leaves_other_kinds_and_modes_alone() -> None:
+def test_calibration_does_not_change_other_kinds_and_modes() -> None:
     for config in (small("softmax"), small(attention_row_sum_init=None)):
         model = ReLUFormer(config).train()
         before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -71,7 +71,7 @@ def test_calibration_leaves_other_kinds_and_modes_alone() -> None:
         assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-def test_threshold_opens_keys() -> None:
+def test_a_negative_threshold_makes_keys_active() -> None:
     closed = ReLUFormer(small(attention_threshold_init=0.0)).eval()
     opened = ReLUFormer(small(attention_threshold_init=-5.0)).eval()
     opened.load_state_dict(closed.state_dict() | {
@@ -117,7 +117,7 @@ def test_sampled_statistics_are_rows_of_the_full_ones(kind: str) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("sample_rows", [None, 3])
-def test_losses_from_sums_are_those_from_statistics(impl: str, sample_rows: int | None) -> None:
+def test_losses_from_sums_equal_losses_from_statistics(impl: str, sample_rows: int | None) -> None:
     config = small(attention_impl=impl, attention_gamma="head", attention_threshold="head")
     model, inputs = ReLUFormer(config).double(), batch()
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -168,7 +168,7 @@ def test_the_entropy_loss_is_a_mean_over_sampled_rows(impl: str) -> None:
 
 
 @pytest.mark.parametrize("sample_rows", [None, 2])
-def test_sums_are_recorded_where_they_can_be_regularised(sample_rows: int | None) -> None:
+def test_sums_are_recorded_for_regularisable_attentions_only(sample_rows: int | None) -> None:
     config = small(
         encoder_attention=AttentionConfig(kind="rela"),
         cross_attention=AttentionConfig(kind="softmax"),

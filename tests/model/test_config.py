@@ -1,4 +1,4 @@
-"""Model settings refuse what cannot work."""
+"""Model configurations: validation and round trip."""
 
 from typing import Any
 
@@ -27,12 +27,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD)
-def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build(ModelConfig, {"vocabulary": 10, **values})
 
 
-def test_settings_survive_the_round_trip() -> None:
+def test_configurations_survive_a_round_trip() -> None:
     config = ModelConfig(
         vocabulary=10,
         cross_attention=AttentionConfig("entmax", options={"alpha": 1.3}),
@@ -42,7 +42,7 @@ def test_settings_survive_the_round_trip() -> None:
     assert build(ModelConfig, to_dict(config)) == config
 
 
-def test_a_site_falls_back_on_the_common_attention() -> None:
+def test_a_site_without_an_attention_has_the_common_one() -> None:
     config = ModelConfig(vocabulary=10, cross_attention=AttentionConfig("softmax"))
     assert config.attention_at("cross").kind == "softmax"
     assert config.attention_at("encoder").kind == "relu"

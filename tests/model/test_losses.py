@@ -1,4 +1,4 @@
-"""The losses against their formulas."""
+"""Losses against their formulas."""
 
 import math
 
@@ -106,7 +106,7 @@ def test_normalisation_pulls_row_sums_to_one() -> None:
     assert (live - 1).abs().median() < 0.05
 
 
-def test_readings_of_any_shape_keep_their_places() -> None:
+def test_sums_keep_the_order_of_records_of_different_shapes() -> None:
     """Readings that are alike are added up at once: long, short, with and without entropies."""
     whole = record()
     stats = whole.stats

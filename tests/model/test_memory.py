@@ -1,4 +1,4 @@
-"""The global memories: every row of the table against its formula, and what all must obey."""
+"""Global memories: every kind against its formula, and properties of all kinds."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from reluformer.ops.visibility import Visibility
 from tests.model.memories.kinds import KINDS, ORACLES, every_kind, make, oracle, takes_bias
 
 HOMOGENEOUS = {"relu", "reglu", "top_k", "product_key_relu", "sigma_moe"}
-"""Kinds that (K c, V / c) leaves as they are; squared ReLU scales by c, the others change."""
+"""Kinds that do not change under (K c, V / c); squared ReLU scales by c, the others change."""
 
 
 def queries(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -100,7 +100,7 @@ def test_weights_times_values_is_the_output(kind: str) -> None:
 
 
 @every_kind
-def test_neighbours_in_the_batch_change_nothing(kind: str) -> None:
+def test_results_do_not_depend_on_the_rest_of_the_batch(kind: str) -> None:
     memory, x = make(kind), queries(5)
     alone = memory(x[2:3])
     x[3:] = 100.0
@@ -125,7 +125,7 @@ def test_memory_is_attention_to_its_parameters(kind: str, name: str, options: An
 @pytest.mark.parametrize(
     "kind", [k for k in KINDS if MEMORIES[k].selector is AllSlots and not MEMORIES[k].gate]
 )
-def test_weight_functions_serve_attention_as_they_are(kind: str) -> None:
+def test_weight_functions_are_those_of_attention(kind: str) -> None:
     """The row's own weight function, run by the attention machinery on the memory's tables."""
     memory, x = make(kind, bias=True), queries(5)
     row = Attention(kind, "", "", weigh=MEMORIES[kind].weigh)
@@ -165,7 +165,7 @@ def test_scaling_keys_up_and_values_down(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", [k for k in KINDS if MEMORIES[k].selector not in (Experts, ProductKeys)]
 )
-def test_order_of_the_slots_does_not_matter(kind: str) -> None:
+def test_results_do_not_depend_on_the_order_of_slots(kind: str) -> None:
     memory, x = make(kind, bias=takes_bias(kind)), queries(5)
     before, order = memory(x), torch.randperm(16)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_output_variance_follows_the_theory(slots: int) -> None:
 
 
 @every_kind
-def test_no_kind_starts_dead(kind: str) -> None:
+def test_every_kind_starts_with_a_useful_output(kind: str) -> None:
     """At the start the branch is neither lost beside unit-variance x nor drowns it."""
     memory, x = KeyValueMemory(64, 1024, kind), torch.randn(200, 64)
     output = memory(x)
@@ -199,7 +199,7 @@ def test_no_kind_starts_dead(kind: str) -> None:
 
 
 @every_kind
-def test_huge_inputs_stay_finite(kind: str) -> None:
+def test_huge_inputs_give_finite_outputs(kind: str) -> None:
     memory = make(kind, dtype=torch.float32)
     for x in (1e4 * queries(5, dtype=torch.float32), torch.zeros(5, 6)):
         x.requires_grad_()
@@ -234,7 +234,7 @@ def test_normalised_weights_are_exact_under_autocast(kind: str) -> None:
 
 
 @every_kind
-def test_compiles_whole(kind: str) -> None:
+def test_compiles_without_graph_breaks(kind: str) -> None:
     memory, x = make(kind, bias=takes_bias(kind)), queries(5).requires_grad_()
     torch._dynamo.reset()
     compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
@@ -247,7 +247,7 @@ def test_compiles_whole(kind: str) -> None:
 
 
 @every_kind
-def test_dropout_only_while_training(kind: str) -> None:
+def test_dropout_acts_in_training_only(kind: str) -> None:
     memory, x = make(kind, dropout=0.5), queries(50)
     plain = make(kind)
     plain.load_state_dict(memory.state_dict())
@@ -277,7 +277,7 @@ def test_parameter_count(kind: str) -> None:
 
 
 @every_kind
-def test_copies_and_states(kind: str) -> None:
+def test_copies_and_state_dicts(kind: str) -> None:
     memory, x = make(kind), queries(5)
     for twin in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
         torch.testing.assert_close(twin(x), memory(x))

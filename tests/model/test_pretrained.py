@@ -28,7 +28,7 @@ def test_language_model_round_trip(tmp_path: Path) -> None:
     assert torch.equal(ReLUFormerLM.from_pretrained(tmp_path)(inputs).logits, model(inputs).logits)
 
 
-def test_refusals_name_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_name_the_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no saved model"):
         ReLUFormer.from_pretrained(tmp_path)
     ReLUFormerLM(small()).save_pretrained(tmp_path)
@@ -78,7 +78,7 @@ def test_a_failed_save_leaves_the_old_model(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+def test_weights_have_the_permissions_of_the_configuration(tmp_path: Path) -> None:
     ReLUFormerLM(small()).save_pretrained(tmp_path)
     modes = {path.stat().st_mode for path in tmp_path.iterdir()}
     assert len(modes) == 1

@@ -1,4 +1,4 @@
-"""The softmax twin is the Transformer everybody has: torch's own, weight for weight."""
+"""With softmax, the model computes what torch.nn.Transformer computes with the same weights."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from reluformer.model.blocks import AttentionBranch, MemoryBranch
 from tests.model.factory import batch, small
 
 
-def test_the_softmax_twin_is_the_transformer_of_torch() -> None:
+def test_with_softmax_the_model_equals_the_transformer_of_torch() -> None:
     torch.manual_seed(0)
     ours = ReLUFormer(small("softmax")).double().eval()
     config, inputs = ours.config, batch()

@@ -1,4 +1,4 @@
-"""The models: what they may depend on, and decoding step by step."""
+"""The models: dependence on padding, batch and later tokens, and cached decoding."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_cached_decoding_equals_full_decoding(kind: str, shape: dict[str, object
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_every_memory_serves_both_models(memory: str) -> None:
+def test_every_memory_works_in_both_models(memory: str) -> None:
     config = small(slots=64, memory=memory)
     inputs = batch()
     model = ReLUFormer(config).double().eval()
@@ -50,7 +50,7 @@ def test_every_memory_serves_both_models(memory: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_padding_and_neighbours_change_nothing(kind: str) -> None:
+def test_results_do_not_depend_on_padding_and_the_rest_of_the_batch(kind: str) -> None:
     model = ReLUFormer(small(kind)).double().eval()
     inputs = batch()
     together = model(**inputs).logits
@@ -61,7 +61,7 @@ def test_padding_and_neighbours_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_the_future_changes_nothing(kind: str) -> None:
+def test_results_do_not_depend_on_later_tokens(kind: str) -> None:
     model = ReLUFormer(small(kind)).double().eval()
     inputs = batch()
     changed = {**inputs, "target": inputs["target"].clone()}
@@ -82,7 +82,7 @@ def test_beams_share_the_source() -> None:
     torch.testing.assert_close(shared, repeated.logits, rtol=1e-9, atol=1e-9)
 
 
-def test_states_can_be_reordered_and_cut() -> None:
+def test_decoder_states_can_be_reordered_and_reduced() -> None:
     model = ReLUFormer(small()).double().eval()
     source, lengths, hypotheses = tokens(3, 6), torch.tensor([6, 4, 5]), tokens(6, 20)
     state = model.start(model.encode(source, lengths))
@@ -96,7 +96,7 @@ def test_states_can_be_reordered_and_cut() -> None:
     torch.testing.assert_close(continued, full, rtol=1e-9, atol=1e-9)
 
 
-def test_an_empty_source_is_harmless() -> None:
+def test_an_empty_source_gives_finite_logits() -> None:
     """A source without a single token: cross-attention reads nothing, and nothing is NaN."""
     model = ReLUFormer(small())
     output = model(tokens(2, 3), tokens(2, 4), torch.tensor([0, 3]), record="stats")
@@ -105,7 +105,7 @@ def test_an_empty_source_is_harmless() -> None:
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_sites_may_differ() -> None:
+def test_sites_can_have_different_attentions() -> None:
     config = small(cross_attention=small("softmax").attention, attention_threshold_init=0.0)
     records = ReLUFormer(config)(**batch(), record="stats").records
     kinds = {record.site: float(record.stats.zeros.max()) for record in records}

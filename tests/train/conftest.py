@@ -1,4 +1,4 @@
-"""Fixtures of the tests that train."""
+"""Fixtures for tests that train."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Recorded steps against the same steps run one by one. `pytest -m gpu`."""
+"""Steps as CUDA graphs against the same steps without. `pytest -m gpu`."""
 
 import json
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ def recordable() -> None:
 
 @pytest.mark.parametrize("kind", ["relu", "softmax"])
 @pytest.mark.parametrize("weight", [0.0, 0.05])
-def test_recorded_gradients_are_the_same(kind: str, weight: float) -> None:
+def test_gradients_of_a_graph_equal_those_without(kind: str, weight: float) -> None:
     recipe = tiny(
         normalisation_weight=weight,
         entropy_weight=weight,
@@ -78,7 +78,7 @@ def test_recorded_gradients_are_the_same(kind: str, weight: float) -> None:
 
 
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.05])
-def test_compiled_and_recorded_steps_are_those_of_the_reference(entropy_weight: float) -> None:
+def test_compiled_and_captured_steps_equal_the_reference(entropy_weight: float) -> None:
     """Regularised steps: fused kernels in compiled layers, replayed, against the definition."""
     found: list[tuple[list[Tensor], list[list[Tensor]]]] = []
     for impl in ("auto", "reference"):
@@ -120,7 +120,7 @@ def test_compiled_and_recorded_steps_are_those_of_the_reference(entropy_weight: 
 
 
 @pytest.mark.parametrize("sample_rows", [None, 4])
-def test_recorded_steps_learn(tmp_path_factory: pytest.TempPathFactory, sample_rows: int) -> None:
+def test_captured_steps_learn(tmp_path_factory: pytest.TempPathFactory, sample_rows: int) -> None:
     losses = {}
     for graphs in (False, True):
         run = tmp_path_factory.mktemp(f"graphs-{graphs}")

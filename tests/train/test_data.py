@@ -1,4 +1,4 @@
-"""What a recipe trains on: generated or prepared, in either direction, cut as asked."""
+"""Training data: generated or prepared, in either direction, by sentence or document."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def sample_recipe(**fields: object) -> Recipe:
     return recipe_from({"data": {"generated": generated, **values}, "model": {}})
 
 
-def test_the_sample_is_the_same_every_time_and_turns_around() -> None:
+def test_the_sample_is_reproducible_and_has_two_directions() -> None:
     first, again = load_data(sample_recipe()), load_data(sample_recipe())
     assert first.checksums == again.checksums
     source, target = texts(first, 0)
@@ -51,7 +51,7 @@ def test_the_sample_is_the_same_every_time_and_turns_around() -> None:
     assert back.checksums["train"] != first.checksums["train"]
 
 
-def test_units_and_lengths_cut_the_corpus() -> None:
+def test_unit_and_max_length_determine_the_examples() -> None:
     documents = load_data(sample_recipe())
     assert len(documents.train.packing.spans) == 30
     sentences = load_data(sample_recipe(unit="sentence"))
@@ -80,7 +80,7 @@ def test_prepared_folders(tmp_path: Path) -> None:
     assert load_data(replace(alone, train=replace(alone.train, dev_every=None))).dev is None
 
 
-def test_calibration_sees_all_lengths() -> None:
+def test_calibration_batches_cover_all_lengths() -> None:
     recipe = tiny(data__generated__lengths=[1, 20], data__max_length=32)
     data = load_data(recipe)
     widths = [batch.target_in.shape[1] for batch in calibration_batches(recipe, data)]

@@ -1,4 +1,4 @@
-"""The number of processes, and how they share the model, changes nothing but rounding."""
+"""Data parallelism: results agree for any number of processes, replicated or sharded."""
 
 import json
 import socket
@@ -79,7 +79,7 @@ def train_alone(out: Path, **fields: Any) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_some_process_has_nothing_to_do_in_some_step() -> None:
+def test_a_rank_without_examples_exists_in_these_runs() -> None:
     recipe = tiny(**FIELDS)
     plan = load_data(recipe).train.batches(recipe).plan(0)
     assert (plan.bounds[:16, 1] - plan.bounds[:16, 0]).min() == 1
@@ -98,7 +98,7 @@ def test_curves_and_weights_agree(runs: Path, parallel: str) -> None:
             torch.testing.assert_close(found[name], tensor, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_a_run_changes_its_number_of_processes(runs: Path, tmp_path: Path) -> None:
+def test_a_run_can_resume_with_another_number_of_processes(runs: Path, tmp_path: Path) -> None:
     # Half of the steps on two processes with shards, the rest alone.
     source = checkpoint.folder_of(runs / "shard", 4)
     target = checkpoint.folder_of(tmp_path, 4)
@@ -112,7 +112,7 @@ def test_a_run_changes_its_number_of_processes(runs: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_every_process_begins_with_the_weights_of_another_run(
+def test_every_rank_starts_with_the_weights_of_another_run(
     runs: Path, tmp_path: Path, parallel: str
 ) -> None:
     fields = {**FIELDS, "steps": 2, "parallel": parallel, "start_from": str(runs / "alone")}

@@ -1,4 +1,4 @@
-"""Failure is noticed within an interval, named, and never saved."""
+"""Divergence is detected within an interval, and a diverged state is never saved."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ def losses(nll: float = 3.0, **others: float) -> IntervalLosses:
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "normalisation"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_bad_numbers_stop_with_step_and_statistics(name: str, value: float) -> None:
+def test_values_that_are_not_finite_raise_with_step_and_statistics(name: str, value: float) -> None:
     with pytest.raises(Diverged, match=rf"step 70: {name} is (nan|inf) \| cross sum 0.90 H 2.00"):
         Guard(None).check(70, losses(**{name: value}), {"cross": HEALTHY})
 
@@ -39,7 +39,7 @@ def test_an_explosion_is_measured_from_the_lowest_loss() -> None:
     Guard(None, lowest=1.0).check(3, losses(99.0), {})
 
 
-def test_a_collapse_is_told_once() -> None:
+def test_a_collapse_is_reported_once() -> None:
     guard = Guard(None)
     assert guard.warnings({"cross": HEALTHY, "decoder": COLLAPSED}) == []
     assert guard.warnings({}) == []
@@ -48,7 +48,7 @@ def test_a_collapse_is_told_once() -> None:
     assert guard.warnings({"cross": COLLAPSED}) == []
 
 
-def test_dead_rows_are_told_once_beside_a_collapse() -> None:
+def test_dead_rows_are_reported_once_beside_a_collapse() -> None:
     guard = Guard(None)
     few, many = HEALTHY._replace(dead_rows=0.2), HEALTHY._replace(dead_rows=0.4)
     assert guard.warnings({"cross": few, "encoder": few}) == []

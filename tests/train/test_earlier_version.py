@@ -1,4 +1,4 @@
-"""Runs of earlier versions load and resume; `earlier_version/` holds settings such a run stored."""
+"""Runs of earlier versions load and resume; `earlier_version/` holds stored settings of one."""
 
 import json
 import shutil

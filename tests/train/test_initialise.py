@@ -1,4 +1,4 @@
-"""A run that begins with the finished weights of another."""
+"""Runs that start with the finished weights of another run."""
 
 import re
 import shutil
@@ -41,7 +41,7 @@ def long(short: Path | str, **fields: Any) -> Any:
     return tiny(**{"model__attention": ATTENTION, "start_from": str(short), **fields})
 
 
-def test_the_first_step_is_taken_from_the_finished_weights(short: Path, tmp_path: Path) -> None:
+def test_the_first_step_starts_with_the_finished_weights(short: Path, tmp_path: Path) -> None:
     # What has no tensors of its own may differ; calibration to this row sum would change gamma.
     attention = {**ATTENTION, "impl": "reference", "row_sum_init": 5.0}
     recipe = long(short, model__attention=attention, model__dropout=0.3, ema=0.9)
@@ -58,14 +58,14 @@ def test_the_first_step_is_taken_from_the_finished_weights(short: Path, tmp_path
         assert torch.equal(tensors["ema"][name], tensor), name
 
 
-def test_training_goes_on_from_them_with_a_schedule_of_its_own(short: Path, tmp_path: Path) -> None:
+def test_training_continues_with_its_own_schedule(short: Path, tmp_path: Path) -> None:
     train(long(short, steps=1, lr=1e-12), tmp_path / "run", quiet=True)
     for name, tensor in weights(tmp_path / "run").items():
         torch.testing.assert_close(tensor, weights(short)[name], rtol=0, atol=1e-9)
     assert [record.get("lr") for record in metrics(tmp_path / "run")] == [None, 5e-13]
 
 
-def test_an_interrupted_run_continues_bit_by_bit_without_the_other(
+def test_an_interrupted_run_resumes_exactly_without_the_first_run(
     short: Path, tmp_path: Path, interrupted: Any
 ) -> None:
     gone = tmp_path / "short"
@@ -94,7 +94,7 @@ def test_a_relative_folder_or_the_model_itself(
     assert_same(tmp_path / "run", tmp_path / "model")
 
 
-def test_it_belongs_to_the_recipe(short: Path) -> None:
+def test_start_from_is_part_of_the_identity_of_a_recipe(short: Path) -> None:
     difference = first_difference(long(short), long("other"))
     assert difference == f"train.start_from is {str(short)!r} there and 'other' here"
 
@@ -144,7 +144,7 @@ PAPER = {"threshold": "fixed", "threshold_init": 0.0}
         ({}, {"alpha": 1.5}, None),
     ],
 )
-def test_options_left_out_have_their_defaults(
+def test_missing_options_have_their_defaults(
     there: dict[str, Any], here: dict[str, Any], message: str | None
 ) -> None:
     there, here = ({"kind": "entmax", "options": options} for options in (there, here))
@@ -168,13 +168,13 @@ def test_options_left_out_have_their_defaults(
         ({}, {"threshold": "fixed"}, None),
     ],
 )
-def test_thresholds_and_gamma_are_used_as_before(
+def test_thresholds_and_gamma_must_keep_their_meaning(
     there: dict[str, Any], here: dict[str, Any], message: str | None
 ) -> None:
     _check(there, here, message)
 
 
-def test_a_site_is_named_by_its_own_section() -> None:
+def test_errors_name_the_section_of_a_site() -> None:
     found, model = (
         ReLUFormer(
             ModelConfig(20, 8, 2, slots=4, encoder_layers=1, decoder_layers=1, cross_attention=own)

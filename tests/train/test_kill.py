@@ -1,4 +1,4 @@
-"""A run killed at any moment, even while it writes a checkpoint, continues bit by bit."""
+"""A run killed at any moment, even while it writes a checkpoint, resumes exactly."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The loop: resumes exactly, ends well, and refuses what is not its own."""
+"""The training loop: exact resumption, final models, and refused folders."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def assert_same(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_interrupted_run_continues_bit_by_bit(
+def test_an_interrupted_run_resumes_exactly(
     tmp_path: Path, interrupted: Any, accumulate: int
 ) -> None:
     # Dropout and sampled rows draw random numbers; log_every does not divide checkpoint_every.
@@ -54,7 +54,7 @@ def test_an_interrupted_run_continues_bit_by_bit(
     assert [start["step"] for start in starts] == [0, 0, 3, 6]
 
 
-def test_without_a_damaged_checkpoint_a_run_goes_on_from_the_one_before(
+def test_after_deleting_a_damaged_checkpoint_a_run_resumes_from_the_previous_one(
     tmp_path: Path, interrupted: Any
 ) -> None:
     recipe = tiny(steps=6, checkpoint_every=2)
@@ -99,7 +99,7 @@ def test_the_folder_describes_the_run(tmp_path: Path) -> None:
     assert [str(p) for p in tmp_path.rglob("*.partial")] == []
 
 
-def test_a_finished_run_is_left_alone(
+def test_a_finished_run_is_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tiny(steps=1), tmp_path, quiet=True)
@@ -116,7 +116,7 @@ def test_a_finished_run_is_left_alone(
         train(tiny(steps=1, lr=1.0), tmp_path, quiet=True)
 
 
-def test_switches_of_torch_are_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_settings_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def looking(recipe: Any) -> Any:
@@ -131,7 +131,7 @@ def test_switches_of_torch_are_put_back(tmp_path: Path, monkeypatch: pytest.Monk
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_other_peoples_folders_are_refused_untouched(tmp_path: Path) -> None:
+def test_folders_that_are_not_runs_are_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds thesis.txt and is not a run"):
         train(tiny(), tmp_path, quiet=True)
@@ -140,7 +140,7 @@ def test_other_peoples_folders_are_refused_untouched(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_settings_that_cannot_work_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
     for message, wrong in {
         "perfect square": {"model__memory": "product_key_relu", "model__slots": 15},

@@ -1,4 +1,4 @@
-"""Each step once in the metrics; statistics as defined; lines a person can read."""
+"""Metrics file, statistics of attention, and progress lines."""
 
 import io
 import json
@@ -22,7 +22,7 @@ from tests.train.tiny import tiny
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
-def test_lines_beyond_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in range(5)]
     path.write_text("".join(lines) + '{"step": 5, "lo')
@@ -32,14 +32,14 @@ def test_lines_beyond_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     assert path.read_text() == "".join(lines[:4]) + '{"step": 4, "loss": 7.0}\n'
 
 
-def test_a_line_without_its_end_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     Metrics(path, after=2)
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(UserError, match=r"train.tensorboard is true, but .* reluformer\[track\]"):
         Metrics(tmp_path / "metrics.jsonl", after=0, tensorboard=True)
@@ -83,7 +83,7 @@ def test_statistics_are_means_over_real_rows() -> None:
     assert attention_statistics([], ALONE) == {}
 
 
-def test_the_meter_gives_means_and_starts_again() -> None:
+def test_the_meter_returns_means_and_resets() -> None:
     meter = Meter(ALONE)
     for step in (1.0, 3.0):
         meter.add(torch.full((5,), step), torch.tensor(10 * step), tokens=7)
@@ -93,7 +93,7 @@ def test_the_meter_gives_means_and_starts_again() -> None:
     assert torch.tensor(meter.flush().nll).isnan() and meter.tokens == 0
 
 
-def test_plain_lines_where_there_is_no_terminal(
+def test_plain_lines_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny(steps=2, dev_every=2, log_every=2, model__attention__row_sum_init=0.6)

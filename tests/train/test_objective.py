@@ -1,4 +1,4 @@
-"""A step's loss is the formula over the global batch, whatever fills or divides it."""
+"""The loss of a step equals its formula over the global batch, however batches are divided."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -100,7 +100,7 @@ def test_the_expert_balance_loss_is_added(data: TrainingData, fixed_shapes: bool
         torch.testing.assert_close(total, part if extra is None else part + extra)
 
 
-def test_the_expert_balance_weight_is_that_of_the_paper_where_there_are_experts() -> None:
+def test_the_default_expert_balance_weight_depends_on_the_memory() -> None:
     assert tiny().train.expert_balance_weight == 0.0
     assert tiny(**MOE).train.expert_balance_weight == 0.001
     assert tiny(expert_balance_weight=0.0, **MOE).train.expert_balance_weight == 0.0
@@ -121,7 +121,7 @@ def test_a_step_samples_entropies(data: TrainingData) -> None:
     ("normalisation", "entropy", "record"),
     [(0.0, 0.0, "nothing"), (0.1, 0.0, "row_sum"), (0.0, 0.1, "entropy"), (0.1, 0.1, "entropy")],
 )
-def test_no_more_is_recorded_than_is_weighed(
+def test_only_losses_with_a_weight_are_recorded(
     normalisation: float, entropy: float, record: str
 ) -> None:
     recipe = tiny(normalisation_weight=normalisation, entropy_weight=entropy)
@@ -155,7 +155,7 @@ TRITON = {"kind": "relu", "impl": "triton"}
         ({"model__attention": TRITON, "model__cross_attention": {"kind": "leaky_relu"}}, False),
     ],
 )
-def test_layers_run_compiled_unless_the_reference_makes_sums(
+def test_layers_run_compiled_unless_the_reference_computes_sums(
     data: TrainingData,
     monkeypatch: pytest.MonkeyPatch,
     fields: dict[str, Any],
@@ -186,7 +186,7 @@ def test_layers_run_compiled_unless_the_reference_makes_sums(
     assert stances == ([] if compilable else ["force_eager"])
 
 
-def test_rows_that_fill_a_shape_change_nothing(data: TrainingData) -> None:
+def test_examples_that_fill_a_shape_have_no_effect(data: TrainingData) -> None:
     recipe = tiny(model__dropout=0.0)
     model = a_model(recipe, data)
     trimmed, fixed = some_batches(data, 9), some_batches(data, 9, fixed_shapes=True)
@@ -229,7 +229,7 @@ def test_only_rectified_attentions_are_regularised(data: TrainingData, kind: str
     assert (losses[2] > 0) == (kind in ("relu", "relu_n"))
 
 
-def test_each_site_is_regularised_by_its_own_kind(data: TrainingData) -> None:
+def test_regularisation_depends_on_the_kind_of_each_site(data: TrainingData) -> None:
     both = tiny(model__dropout=0.0)
     cross = tiny(model__dropout=0.0, model__cross_attention={"kind": "softmax"})
     objective = Objective(cross.train, cross.model, ALONE, nullcontext)

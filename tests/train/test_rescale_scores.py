@@ -1,4 +1,4 @@
-"""The factor on scores that is found after training."""
+"""The factor of attention scores that is chosen after training."""
 
 import json
 import math
@@ -54,12 +54,12 @@ def test_every_score_is_multiplied_by_the_best_factor(best: float, qk_norm: bool
     assert found.after == pytest.approx(math.log(factor() / best) ** 2, abs=1e-6)
 
 
-def test_a_loss_that_always_falls_ends_the_walk() -> None:
+def test_the_search_ends_if_the_loss_always_falls() -> None:
     losses = iter(range(0, -1000, -1))
     assert rescale_scores(model(), lambda: float(next(losses))).factor == pytest.approx(0.95**20)
 
 
-def test_a_finished_run_is_tempered_and_says_so(tmp_path: Path) -> None:
+def test_a_finished_run_is_rescaled_and_reports_it(tmp_path: Path) -> None:
     recipe = tiny(rescale_scores=True, model__dropout=0.5, lr=0.02, steps=12)
     train(recipe, tmp_path / "run", quiet=True)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -74,6 +74,6 @@ def test_a_finished_run_is_tempered_and_says_so(tmp_path: Path) -> None:
     assert after == pytest.approx(found["after"], rel=1e-6)
 
 
-def test_tempering_needs_a_dev_loss() -> None:
+def test_rescaling_needs_a_dev_loss() -> None:
     with pytest.raises(UserError, match="rescale_scores needs train.dev_every"):
         tiny(rescale_scores=True, dev_every=None)

@@ -1,4 +1,4 @@
-"""Rates, regulariser weights and seeds as functions of the step."""
+"""Learning rates, regulariser weights and seeds as functions of the step."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Dev loss is the mean over all tokens; BLEU scores what the model writes."""
+"""Validation: dev loss, dev BLEU and statistics of attention."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -69,7 +69,7 @@ def test_bleu_compares_each_translation_with_its_reference(
     assert validation.dev_bleu(model, data.tokenizer, the_split(data), examples=5) < 20
 
 
-def test_watching_sees_every_site_and_leaves_no_trace(data: TrainingData) -> None:
+def test_attention_is_measured_at_every_site_without_side_effects(data: TrainingData) -> None:
     recipe = tiny(model__dropout=0.5)
     torch.manual_seed(0)
     model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size)).train()

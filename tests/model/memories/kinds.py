@@ -1,4 +1,4 @@
-"""Small memories of every kind, and the formula of each written out literally."""
+"""Small memories of every kind, and a literal implementation of each formula."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The ReLU memory by a product with ReLU as its epilogue: when, and that nothing else changes."""
+"""The ReLU memory with the fused product: when it is used, and agreement with the reference."""
 
 import copy
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], bound: float = 1e-2) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_only_the_relu_kind_in_half_precision_takes_the_operator(
+def test_only_relu_in_half_precision_uses_the_fused_operator(
     kind: str, dtype: torch.dtype
 ) -> None:
     memory = make(kind, dtype=dtype, bias=takes_bias(kind))
@@ -76,7 +76,7 @@ def test_only_the_relu_kind_in_half_precision_takes_the_operator(
         (torch.float64, torch.bfloat16, False),
     ],
 )
-def test_autocast_decides_as_it_does_for_linear(
+def test_autocast_chooses_the_dtype_as_for_linear(
     dtype: torch.dtype, autocast: torch.dtype, taken: bool
 ) -> None:
     memory, x = make("relu", dtype=dtype), torch.randn(5, 6, dtype=dtype)
@@ -89,7 +89,7 @@ def test_autocast_decides_as_it_does_for_linear(
     torch.testing.assert_close(found, wanted)
 
 
-def test_the_definition_runs_wherever_more_is_asked() -> None:
+def test_the_reference_runs_with_weights_dropout_or_gates() -> None:
     memory = make("relu", dtype=torch.bfloat16, dropout=0.5)
     x = torch.randn(5, 6).bfloat16()
     with as_on_gpu() as called:
@@ -106,7 +106,7 @@ def test_the_definition_runs_wherever_more_is_asked() -> None:
     assert not called.called
 
 
-def test_dual_numbers_go_through_the_definition() -> None:
+def test_forward_mode_gradients_use_the_reference() -> None:
     memory = make("relu", dtype=torch.bfloat16)
     x, step = torch.randn(2, 5, 6).bfloat16()
     with as_on_gpu() as called, forward_ad.dual_level():
@@ -138,7 +138,7 @@ def test_autocast_agrees_with_float64(bias: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", [k for k in KINDS if make(k).selector == AllSlots()])
-def test_compiles_whole(kind: str, autocast: bool) -> None:
+def test_compiles_without_graph_breaks(kind: str, autocast: bool) -> None:
     memory = make(kind, dtype=torch.float32 if autocast else torch.bfloat16, bias=True)
     x = torch.randn(5, 6, dtype=memory.keys.dtype, requires_grad=True)
     options = {"dtype": torch.bfloat16} if autocast else {}
@@ -170,7 +170,7 @@ def test_agrees_with_float64_on_the_device(bias: bool, tokens: int, dtype: torch
 
 @needs_gpu
 @pytest.mark.parametrize("autocast", [False, True])
-def test_forward_and_backward_can_be_recorded(autocast: bool) -> None:
+def test_forward_and_backward_can_be_captured_in_a_cuda_graph(autocast: bool) -> None:
     # The suite poisons memory by a mode of torch whose algorithms cannot all be recorded.
     torch.use_deterministic_algorithms(False)
     memory = make("relu", 128, 512, torch.float32 if autocast else torch.bfloat16).cuda()

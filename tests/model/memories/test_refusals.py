@@ -1,4 +1,4 @@
-"""What a memory refuses, and in which words."""
+"""Error messages of memories."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ from reluformer.model.memory import KeyValueMemory
         ((6, 16, "sigma_moe", {"expert_dropout": 1}), "expert_dropout must be in [0, 1), got 1"),
     ],
 )
-def test_refuses_what_cannot_work(arguments: tuple[Any, ...], said: str) -> None:
+def test_invalid_sizes_and_options_are_refused(arguments: tuple[Any, ...], said: str) -> None:
     options = arguments[-1] if isinstance(arguments[-1], dict) else {}
     positional = arguments[:-1] if options else arguments
     with pytest.raises(UserError) as error:
@@ -50,7 +50,7 @@ def test_refuses_what_cannot_work(arguments: tuple[Any, ...], said: str) -> None
         (torch.ones(2, 6, dtype=torch.int64), "memory's dtype torch.float32, got torch.int64"),
     ],
 )
-def test_refuses_queries_that_do_not_fit(x: Tensor, said: str) -> None:
+def test_invalid_queries_are_refused(x: Tensor, said: str) -> None:
     with pytest.raises(UserError) as error:
         KeyValueMemory(6, 16)(x)
     assert said in str(error.value)

@@ -72,7 +72,7 @@ def test_product_key_selection_is_exact(
 
 
 @pytest.mark.parametrize("kind", ["product_key_relu", "product_key_softmax"])
-def test_product_keys_read_as_the_one_definition_does(kind: str) -> None:
+def test_product_keys_equal_the_definition(kind: str) -> None:
     memory, x = make(kind), queries(5)
     selector = memory.selector
     assert isinstance(selector, ProductKeys)
@@ -101,7 +101,7 @@ def test_grouped_experts_equal_hidden_experts(k: int, bias: bool) -> None:
     torch.testing.assert_close(gradients(grouped, memory, x), gradients(hidden, memory, x))
 
 
-def test_no_expert_is_preferred_at_the_start_for_its_size() -> None:
+def test_rows_of_the_expert_table_start_with_one_norm() -> None:
     experts = KeyValueMemory(64, 64, "sigma_moe").get_parameter("experts")
     torch.testing.assert_close(experts.norm(dim=-1), torch.ones(16))
 
@@ -120,7 +120,7 @@ def test_expert_dropout() -> None:
     torch.testing.assert_close(memory.eval()(x), plain(x))
 
 
-def test_a_query_without_experts_reads_nothing() -> None:
+def test_a_query_without_experts_has_output_zero() -> None:
     memory, x = make("sigma_moe", expert_dropout=1 - 1e-12), queries(5).requires_grad_()
     for output in (memory(x), memory(x, return_weights=True).output):
         assert not output.any()
@@ -214,7 +214,7 @@ def test_extended_attention_is_one_softmax(causal: bool, kv_heads: int) -> None:
                 torch.testing.assert_close(actual[b, h, i], weights @ all_values)
 
 
-def test_extending_an_empty_context_is_reading_alone() -> None:
+def test_extending_an_empty_context_equals_the_memory_alone() -> None:
     memory, x = make("persistent"), queries(5)
     nothing = torch.empty(1, 2, 0, 3, dtype=torch.float64)
     q = x.view(1, 5, 2, 3).transpose(1, 2)
@@ -236,7 +236,7 @@ def test_extension_takes_the_dtype_of_the_context() -> None:
         ("persistent", (2, 3, 5, 3), "k's heads must divide the memory's 2 heads, got 3"),
     ],
 )
-def test_extend_refuses_what_does_not_fit(kind: str, shape: Any, said: str) -> None:
+def test_extend_refuses_invalid_contexts(kind: str, shape: Any, said: str) -> None:
     context = torch.randn(shape)
     with pytest.raises(UserError) as error:
         make(kind, dtype=torch.float32).extend(context, context)
