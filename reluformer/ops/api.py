@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from reluformer.ops.backends import fused, registry
@@ -43,27 +42,21 @@ def attend(
     except TypeError:  # An argument is not hashable; the checks below refuse it.
         key = choice = None
     if choice is None:
-        choice = _check_and_choose(attention, call, options, impl)
+        check_attention(attention, call, options)
+        rule = attention.rectified(options)
+        choice = Choice(registry.choose(attention, call, rule, impl), rule)
         if key is not None:
+            _log_once(attention.name, choice.backend, call.q.device.type)
             remember(key, choice)
     backend = registry.BACKENDS[choice.backend]
     if isinstance(backend, registry.Program):
         return backend.run(attention, call, options)
-    rule = choice.rule or attention.rectified(options)
-    assert rule is not None
+    rule = choice.rule
+    if rule is None or rule.has_tensors:
+        rule = attention.rectified(options)
+        assert rule is not None
     result = backend.attend(fused.with_cosines(attention, call), fused.per_head_rule(rule, call.q))
     return fused.finish(attention, call, options, result)
-
-
-def _check_and_choose(
-    attention: Attention, call: Call, options: Mapping[str, Any], impl: str
-) -> Choice:
-    check_attention(attention, call, options)
-    rule = attention.rectified(options)
-    name = registry.choose(attention, call, rule, impl)
-    if not torch.compiler.is_compiling():  # A compiler cannot trace a logger.
-        _log_once(attention.name, name, call.q.device.type)
-    return Choice(name, None if rule is None or rule.has_tensors else rule)
 
 
 @cache

@@ -30,10 +30,11 @@ def check_attention(attention: Attention, call: Call, options: Mapping[str, Any]
         raise UserError(
             f"{attention.name} attention has no option {unknown[0]!r}; its options: {allowed}"
         )
-    check_call(call)
+    _check_numbers(call)
+    _check_visibility(call)
     if attention.halves and call.q.shape[-1] % 2:
         raise UserError(f"{attention.name} attention needs an even width D, got {call.q.shape[-1]}")
-    check_options(call, options, attention.learned)
+    _check_options(call, options, attention.learned)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -63,8 +64,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def check_call(call: Call) -> None:
-    """Refuse numbers, masks and biases that do not fit the tensors, without reading them."""
+def _check_numbers(call: Call) -> None:
+    """Refuse numbers that are out of range."""
     if not _is_number(call.scale) or not math.isfinite(call.scale):
         raise UserError(f"scale must be a finite number, got {call.scale!r}")
     if not _is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
@@ -75,7 +76,6 @@ def check_call(call: Call) -> None:
         raise UserError(
             f"entropy_every must be a whole number of at least 1, got {call.entropy_every!r}"
         )
-    _check_visibility(call)
 
 
 def _check_visibility(call: Call) -> None:
@@ -101,7 +101,7 @@ def _check_visibility(call: Call) -> None:
         raise UserError(f"window must be a whole number of at least 1, got {rules.window!r}")
 
 
-def check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str, str]) -> None:
+def _check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str, str]) -> None:
     """Refuse options whose shape does not fit the kind that `learned` gives them.
 
     An option that `learned` does not name may still be a tensor of one value per head.

@@ -76,12 +76,10 @@ def choose(attention: Attention, call: Call, rule: Rectified | None, impl: str) 
     rule is `attention.rectified(options)`.
     """
     if impl == "auto":
-        return next(
-            name
-            for name, backend in BACKENDS.items()
-            if backend.device in (None, call.q.device.type)
-            and why_not(backend, attention, call, rule) is None
-        )
+        device = call.q.device.type
+        for name, backend in BACKENDS.items():
+            if backend.device in (None, device) and not why_not(backend, attention, call, rule):
+                return name
     if impl not in BACKENDS:
         allowed = ", ".join(["auto", *BACKENDS])
         raise UserError(f"impl must be one of {allowed}, got {impl!r}")

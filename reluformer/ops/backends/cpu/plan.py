@@ -5,6 +5,7 @@ C_i = scale^power / (gamma (n_i / 2)^length_exponent) multiplies each output row
 """
 
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -46,14 +47,13 @@ class Plan(NamedTuple):
     """Tk, padding included."""
     is_whole: bool
     """Whether the scores of a head form one tile."""
+    is_decoding: bool
+    """Whether copies of k and v would take longer than the products."""
+    adds_offset: bool
+    """Whether the score offset is added to finished scores, not in their product."""
     needs_grad: bool
     is_native: bool
     """Whether the native kernels run the call."""
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether copies of k and v would take longer than the products."""
-        return self.rows < MANY_ROWS and not self.needs_grad
 
     def band(self, rows: slice, keys: slice) -> tuple[int, int]:
         """Least and greatest visible (key - row), both counted from the tile's corner."""
@@ -78,6 +78,7 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
     rows, keys = q.shape[2], k.shape[2]
     trains = needs_grad(q, k, call.v, gamma, threshold)
     is_whole = rows < MANY_ROWS or (trains and rows * keys <= SHORT)
+    is_decoding = rows < MANY_ROWS and not trains
     has_table = call.visibility.mask is not None or call.dropout_p > 0
     statistics = call.statistics
     return Plan(
@@ -94,6 +95,8 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
         rows,
         keys,
         is_whole or has_table,
+        is_decoding,
+        is_decoding and q.dtype != torch.bfloat16,
         trains,
         not has_table and statistics < 2 and _has_kernel(call, trains),
     )
@@ -127,25 +130,43 @@ def score_offset(plan: Plan, q: Tensor, threshold: Tensor | None) -> Tensor | No
     return torch.full((q.shape[1],), -plan.threshold / plan.scale, dtype=sum_dtype(q))
 
 
+_FACTORS: dict[tuple[object, ...], Tensor | float] = {}
+
+
 def row_factor(
     plan: Plan, q: Tensor, gamma: Tensor | None, visible: Tensor | None = None
 ) -> Tensor | float:
-    """C_i, broadcastable to [B, H, Tq]; visible is the table of visible keys, if there is one."""
-    n = visible.sum(-1) if visible is not None else _count(plan, q)
-    unit = plan.scale**plan.power / plan.gamma
-    factor: Tensor | float
-    if isinstance(n, int):
-        factor = unit * (max(n, 1) / 2) ** -plan.length_exponent
-    else:
-        # A row that sees no key has no x to scale; n = 1 keeps the factor finite.
-        factor = unit * (n.clamp(min=1).to(sum_dtype(q)) / 2) ** -plan.length_exponent
+    """C_i, broadcastable to [B, H, Tq]; visible is the table of visible keys, if there is one.
+
+    Native calls, which nothing traces, remember factors that depend on the lengths alone.
+    """
+    visibility, key = plan.visibility, None
+    factor: Tensor | float | None = None
+    if plan.is_native and visibility.key_lengths is None:
+        key = (plan.rows, plan.keys, visibility.causal, visibility.window, plan.scale, plan.power,
+               plan.gamma, plan.length_exponent, q.dtype)  # fmt: skip
+        factor = _FACTORS.get(key)
+    if factor is None:
+        unit = plan.scale**plan.power / plan.gamma
+        # A tensor that is created in inference mode could not take part in training later.
+        with nullcontext() if key is None else torch.inference_mode(False):
+            n: Tensor | int
+            if visible is None:
+                n = visibility.count(plan.rows, plan.keys, q.device)
+            else:
+                n = visible.sum(-1)
+            if isinstance(n, int):
+                factor = unit * (max(n, 1) / 2) ** -plan.length_exponent
+            else:
+                # A row that sees no key has no x to scale; n = 1 keeps the factor finite.
+                factor = unit * (n.clamp(min=1).to(sum_dtype(q)) / 2) ** -plan.length_exponent
+        if key is not None:
+            if len(_FACTORS) >= _CAPACITY:
+                _FACTORS.clear()
+            _FACTORS[key] = factor
     if gamma is not None:
         factor = factor / gamma.detach().to(sum_dtype(q))[:, None]
     return factor
-
-
-def _count(plan: Plan, q: Tensor) -> Tensor | int:
-    return plan.visibility.count(plan.rows, plan.keys, q.device)
 
 
 def normalised_factor(plan: Plan, factor: Tensor | float, sums: Tensor | None) -> Tensor | float:
@@ -154,29 +175,3 @@ def normalised_factor(plan: Plan, factor: Tensor | float, sums: Tensor | None) -
         return factor
     assert sums is not None
     return factor / (sums + plan.row_normalise)
-
-
-_FACTORS: dict[tuple[object, ...], Tensor | float] = {}
-
-
-def remembered_row_factor(plan: Plan, q: Tensor, gamma: Tensor | None) -> Tensor | float:
-    """`row_factor` of a call without a mask; factors that lengths alone determine are kept.
-
-    Not for calls that a compiler, a dispatch mode or a functorch transform traces.
-    """
-    visibility = plan.visibility
-    if visibility.key_lengths is not None:
-        return row_factor(plan, q, gamma)
-    key = (plan.rows, plan.keys, visibility.causal, visibility.window, plan.scale, plan.power,
-           plan.gamma, plan.length_exponent, q.dtype)  # fmt: skip
-    factor = _FACTORS.get(key)
-    if factor is None:
-        # A tensor made in inference mode could not take part in training later.
-        with torch.inference_mode(False):
-            factor = row_factor(plan, q, None)
-        if len(_FACTORS) >= _CAPACITY:
-            _FACTORS.clear()
-        _FACTORS[key] = factor
-    if gamma is None:
-        return factor
-    return factor / gamma.detach().to(sum_dtype(q))[:, None]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from reluformer.ops.backends.cpu import tiles
 from reluformer.ops.backends.cpu.plan import (
+    MANY_ROWS,
     Plan,
     normalised_factor,
     row_factor,
@@ -70,8 +71,16 @@ def forward(
     if plan.is_whole:
         if plan.visibility.mask is not None or plan.visibility.key_lengths is not None:
             visible = plan.visibility.table(plan.rows, plan.keys, q.device)
-        added = offset if _adds_offset_later(plan, q) else None
-        x = tiles.whole_scores(plan, by_group, keys, visible, q.shape[1], added)
+        rows = by_group.flatten(1, 2)  # [B * Hkv, G * Tq, D]
+        if q.dtype == torch.bfloat16 and plan.rows < MANY_ROWS:
+            # A few rows times a transposed table of bfloat16 can take four times as long as this.
+            x = tiles.multiply(keys, rows.transpose(1, 2)).transpose(1, 2).contiguous()
+        else:
+            x = tiles.multiply(rows, keys.transpose(-1, -2))
+        by_head = x.view(*q.shape[:3], plan.keys)
+        if offset is not None and plan.adds_offset:
+            by_head.add_(offset.to(x.dtype).view(-1, 1, 1))
+        tiles.rectify_visible(plan, by_head, visible)
         weight = tiles.raised(x, plan.power)
         tiles.add_sums(weight, x, sums, logs)
         if plan.dropout_p:
@@ -134,7 +143,7 @@ def _tables(
     """
     if plan.unit != 1:
         q = q * plan.unit
-    if offset is not None and not _adds_offset_later(plan, q):
+    if offset is not None and not plan.adds_offset:
         q, k = _with_offset(q, k, offset)
     groups = q.shape[1] // k.shape[1]
     if plan.is_decoding:
@@ -163,11 +172,6 @@ def _with_offset(q: Tensor, k: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     columns = torch.stack(parts, -1)[:, None].expand(*q.shape[:-1], len(parts))
     ones = torch.ones((*k.shape[:-1], len(parts)), dtype=k.dtype)
     return torch.cat([q, columns], -1), torch.cat([k, ones], -1)
-
-
-def _adds_offset_later(plan: Plan, q: Tensor) -> bool:
-    """Whether the offset is added to finished scores, not in their product."""
-    return plan.is_decoding and q.dtype != torch.bfloat16
 
 
 def _grouped(tensor: Tensor, groups: int) -> Tensor:

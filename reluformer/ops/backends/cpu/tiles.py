@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends.cpu.plan import MANY_ROWS, Plan
+from reluformer.ops.backends.cpu.plan import Plan
 from reluformer.ops.rule import raised
 
 # Rows of a tile in the outer loop (queries forward, keys backward), and scores of a tile for each
@@ -31,26 +31,14 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 """q, k and v as tables, or their gradients."""
 
 
-def whole_scores(
-    plan: Plan, q: Tensor, k: Tensor, visible: Tensor | None, heads: int, offset: Tensor | None
-) -> Tensor:
-    """x [B * Hkv, G * Tq, Tk]; visible broadcasts to [B, H, Tq, Tk], offset [H] is added."""
-    rows = q.flatten(1, 2)  # [B * Hkv, G * Tq, D]
-    if q.dtype == torch.bfloat16 and plan.rows < MANY_ROWS:
-        # A few rows times a transposed table of bfloat16 can take four times as long as this.
-        x = multiply(k, rows.transpose(1, 2)).transpose(1, 2).contiguous()
-    else:
-        x = multiply(rows, k.transpose(-1, -2))
-    batch = rows.shape[0] * q.shape[1] // heads
-    by_head = x.view(batch, heads, plan.rows, plan.keys)
-    if offset is not None:
-        by_head.add_(offset.to(x.dtype).view(heads, 1, 1))
+def rectify_visible(plan: Plan, x: Tensor, visible: Tensor | None) -> None:
+    """max(x, 0) in place, and 0 for hidden keys; x [B, H, Tq, Tk], visible broadcasts to it."""
     if visible is not None:
         # Integers times zero are zero, whatever hidden keys hold, and far faster than filling.
-        by_head.view(_INTEGERS[x.dtype]).mul_(visible)
+        x.view(_INTEGERS[x.dtype]).mul_(visible)
     elif plan.visibility.causal or plan.visibility.window is not None:
-        _keep_band(by_head, *plan.band(slice(0, plan.rows), slice(0, plan.keys)))
-    return _rectify(x)
+        _keep_band(x, *plan.band(slice(0, plan.rows), slice(0, plan.keys)))
+    _rectify(x)
 
 
 def tiled(
@@ -69,7 +57,8 @@ def tiled(
             if first >= stop:
                 out[at].zero_()
             for keys in _slices(first, stop, width):
-                x = scratch.product("x", q[at], k[tables, keys].transpose(1, 2))
+                left, right = q[at], k[tables, keys].transpose(1, 2)
+                x = torch.bmm(left, right, out=scratch.take("x", left, right))
                 _keep_band(x, *plan.band(rows, keys))
                 weight = raised(_rectify(x), plan.power)
                 add_sums(weight, x, sums, logs, at)
@@ -120,11 +109,13 @@ def tiled_gradients(plan: Plan, inputs: Inputs, grad: Tensor, terms: list[Tensor
             first, stop = max(0, -high), min(n_q, keys.stop - keys.start - low)
             for rows in _slices(first, stop, width):
                 at = (tables, head, rows)
-                x = scratch.product("x", k[part], q[at].transpose(1, 2))
+                left, right = k[part], q[at].transpose(1, 2)
+                x = torch.bmm(left, right, out=scratch.take("x", left, right))
                 low, high = plan.band(rows, keys)
                 _keep_band(x, -high, -low)
                 _rectify(x)
-                ds = scratch.product("ds", v[part], grad[at].transpose(1, 2))
+                left, right = v[part], grad[at].transpose(1, 2)
+                ds = torch.bmm(left, right, out=scratch.take("ds", left, right))
                 dv[part] += torch.bmm(raised(x, plan.power), grad[at])
                 _to_scores(plan, ds, x, *(t if t is None else t[at][:, None] for t in terms))
                 dk[part] += torch.bmm(ds, q[at])
@@ -149,16 +140,16 @@ class _Scratch:
     """Memory that all tiles share, by name."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
 
-    def product(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """left [N, a, b] times right [N, b, c]."""
+    def take(self, name: str, left: Tensor, right: Tensor) -> Tensor:
+        """Memory for the product of left [N, a, b] and right [N, b, c]."""
         shape = (left.shape[0], left.shape[1], right.shape[2])
         size = math.prod(shape)
-        held = self.held.get(name)
-        if held is None or held.numel() < size:
-            held = self.held[name] = left.new_empty(size)
-        return torch.bmm(left, right, out=held[:size].view(shape))
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name] = left.new_empty(size)
+        return buffer[:size].view(shape)
 
 
 def _tile_sizes(plan: Plan, q: Tensor, tall: int, wide: int, tiles: int) -> tuple[int, int, int]:
@@ -207,5 +198,9 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
         return torch.bmm(left, right)
     # A KV cache is read once: a copy into one table would cost more than the product.
     batch = max(left, right, key=Tensor.dim).shape[0]
-    parts = (each if each.dim() == 4 else each.chunk(batch) for each in (left, right))
-    return torch.cat([torch.bmm(a, b) for a, b in zip(*parts, strict=True)])
+    lefts = left if left.dim() == 4 else left.chunk(batch)
+    rights = right if right.dim() == 4 else right.chunk(batch)
+    products = []
+    for one, other in zip(lefts, rights, strict=True):
+        products.append(torch.bmm(one, other))
+    return torch.cat(products)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reluformer.ops.backends.cpu.native import library
-from reluformer.ops.backends.cpu.plan import Plan, remembered_row_factor, score_offset
+from reluformer.ops.backends.cpu.plan import Plan, row_factor, score_offset
 from reluformer.ops.backends.cpu.tables import Gradients, Results, RowTerms
 
 # Larger than any distance between a key and a row.
@@ -34,7 +34,7 @@ def forward(
     if plan.unit != 1:
         q = q * plan.unit
     q, k, v = _dense(q), _dense(k), _dense(v)
-    factor = remembered_row_factor(plan, q, gamma)
+    factor = row_factor(plan, q, gamma)
     offset = score_offset(plan, q, threshold)
     out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     sums = torch.empty(q.shape[:3]) if plan.statistics else None
