@@ -200,6 +200,7 @@ def test_settings_on_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GENERATED))
     import settings
 
+    assert "|  |" not in settings.markdown(), "a setting has no docstring"
     known = settings.names()
     known |= {name.rsplit(".", 1)[0] for name in known}
     # The log names settings as they were at its dates.

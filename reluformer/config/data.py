@@ -19,6 +19,7 @@ class GeneratedConfig:
     dev: int = 100
     """The same for validation."""
     seed: int = 0
+    """Seed of the generator."""
     vocab_size: int = 1000
     """Largest vocabulary; generated text needs less than real text."""
     symbols: int = 10

@@ -12,6 +12,7 @@ class SearchConfig:
     """Settings of the search; temperature, top_k, top_p and seed apply to sampling only."""
 
     method: Literal["beam", "sample"] = "beam"
+    """Beam search, or sampling."""
     beam: int = 5
     """Number of hypotheses per sentence; 1 is greedy search."""
     length_penalty: float = 1.0

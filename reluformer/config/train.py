@@ -18,6 +18,7 @@ class TrainConfig:
     """Folder of a run whose finished weights initialise this run, for instance a run on shorter
     examples. Gamma is one of the weights and is then not calibrated."""
     seed: int = 1
+    """Seed of initialisation, order of the batches and dropout."""
     batch_tokens: int = 4096
     """Ids of a global batch on its longer side, padding included."""
     accumulate: int = 1
@@ -31,6 +32,7 @@ class TrainConfig:
     betas: tuple[float, ...] = (0.9, 0.98)
     """Adam's decay rates."""
     weight_decay: float = 1e-4
+    """Decoupled weight decay of Adam."""
     clip: float | None = 1.0
     """Largest gradient norm; None does not clip."""
     smoothing: float = 0.1

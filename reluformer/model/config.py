@@ -48,6 +48,7 @@ class AttentionConfig:
     gamma: Literal["fixed", "model", "layer", "head"] = "layer"
     """What shares one learned gamma; `fixed` keeps the initial value."""
     gamma_init: float = 1.0
+    """First value of gamma, unless it is calibrated."""
     row_sum_init: float | None = 1.0
     """Calibrate gamma on sample batches so that unnormalised row sums start with this mean; None
     keeps gamma_init. If unnormalised rows start above 1, the normalisation loss makes the attention
@@ -57,7 +58,7 @@ class AttentionConfig:
     threshold: Literal["fixed", "head"] = "head"
     """`head` learns a threshold for each head; `fixed` keeps the initial value."""
     threshold_init: float | None = None
-    """Initial threshold; None is minus the power: (s + power)^power then grows near s = 0 as e^s."""
+    """Initial threshold; None is minus the power, so that (s + power)^power grows as e^s near 0."""
     qk_norm: bool = False
     """RMS norm of queries and keys in each head, with a learned gain."""
     output_norm: bool = False
@@ -123,11 +124,15 @@ class ModelConfig:
     vocabulary: int
     """Number of token ids."""
     width: int = 512
+    """Width of the residual stream; each head has width / heads."""
     heads: int = 8
+    """Query heads of each attention."""
     kv_heads: int | None = None
     """Number of key/value heads, shared by groups of query heads; None is one per query head."""
     encoder_layers: int = 6
+    """Layers of the encoder; a language model has none."""
     decoder_layers: int = 6
+    """Layers of the decoder."""
     slots: int = 2048
     """Number of slots of each feed-forward memory, the hidden size of the layer."""
     memory: str = "relu"
@@ -135,7 +140,9 @@ class ModelConfig:
     memory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `KeyValueMemory`, such as k, experts or value_std."""
     norm: Literal["pre", "post"] = "pre"
+    """Layer norm in front of each branch, or after its residual sum."""
     positions: Literal["sinusoidal", "rotary"] = "sinusoidal"
+    """Sinusoids added to the embeddings, or rotations of queries and keys."""
     tie_embeddings: bool = True
     """Whether source, target and output share one embedding."""
     dropout: float = 0.1
