@@ -6,7 +6,7 @@ means. The model is not changed.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -70,6 +70,8 @@ class MemoryReport(NamedTuple):
     """Mean cosine of pairs of values."""
     output_variance: float
     """Variance over the features of the output."""
+    top_shares: tuple[float, ...] = ()
+    """Share of the weight on the top p % of the slots, for every p that was asked for."""
 
 
 def top_share(weights: Tensor, percent: float = TOP_PERCENT, n: Tensor | None = None) -> Tensor:
@@ -127,8 +129,13 @@ def attention_reports(model: Model, batch: Batch) -> list[AttentionReport]:
     return [_attention_report(record) for record in records]
 
 
-def memory_reports(model: Model, batch: Batch) -> list[MemoryReport]:
-    """Zeros, dead slots, centralisation and anisotropy of every feed-forward memory."""
+def memory_reports(
+    model: Model, batch: Batch, percents: Sequence[float] = ()
+) -> list[MemoryReport]:
+    """Zeros, dead slots, centralisation and anisotropy of every feed-forward memory.
+
+    `percents` are the shares of the slots, in percent, of `MemoryReport.top_shares`.
+    """
     inputs: dict[str, Tensor] = {}
     memories = {n: m for n, m in model.named_modules() if isinstance(m, KeyValueMemory)}
     with ExitStack() as hooks, _evaluating(model):
@@ -137,7 +144,7 @@ def memory_reports(model: Model, batch: Batch) -> list[MemoryReport]:
         model(**batch)
     with _evaluating(model):
         return [
-            _memory_report(name, memories[name], x[_valid(name, x, batch)])
+            _memory_report(name, memories[name], x[_valid(name, x, batch)], percents)
             for name, x in inputs.items()
         ]
 
@@ -176,7 +183,9 @@ def _attention_report(record: AttentionRecord) -> AttentionReport:
     )
 
 
-def _memory_report(name: str, memory: KeyValueMemory, x: Tensor) -> MemoryReport:
+def _memory_report(
+    name: str, memory: KeyValueMemory, x: Tensor, percents: Sequence[float]
+) -> MemoryReport:
     output, weights = memory(x, return_weights=True)
     sizes = weights.abs()
     total = sizes.sum(dim=-1, keepdim=True)
@@ -189,6 +198,7 @@ def _memory_report(name: str, memory: KeyValueMemory, x: Tensor) -> MemoryReport
         top_share=float(top_share(weights).double().mean()),
         anisotropy=anisotropy(memory.values.flatten(0, -2)),
         output_variance=float(output.double().var(dim=-1, correction=0).mean()),
+        top_shares=tuple(float(top_share(weights, p).double().mean()) for p in percents),
     )
 
 

@@ -1,0 +1,1 @@
+"""Inspection of trained models: the paper's measures per layer and head, and attention maps."""

@@ -1,0 +1,112 @@
+"""Attention maps as a self-contained interactive view: hover a token, see what it reads.
+
+The page needs no network and no build step: data, script and style are inlined. The same view is
+embedded in the study report.
+"""
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reluformer.checkpoint import LoadedRun
+from reluformer.inspection.texts import translator
+from reluformer.translation.translator import AttentionMaps
+
+SITES = ("encoder", "decoder", "cross")
+
+# Larger maps make pages of many megabytes.
+MOST_TOKENS = 160
+
+
+def model_maps(
+    name: str, run: LoadedRun, sources: Sequence[str], targets: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Maps of one model on some texts, as plain values for `map_view`.
+
+    Args:
+        name: Heading of the model's panel.
+        run: Model, tokenizer and recipe.
+        sources: Texts to read, each cut to `MOST_TOKENS` tokens.
+        targets: Texts that the decoder reads; greedy translations by default.
+    """
+    translate = translator(run)
+    texts = []
+    for number, source in enumerate(sources):
+        target = translate.lines([source])[0] if targets is None else targets[number]
+        ids = [run.tokenizer.encode(text)[:MOST_TOKENS] for text in (source, target)]
+        texts.append(_text(source, translate.maps(*ids)))
+    return {"name": name, "texts": texts}
+
+
+def map_view(models: Sequence[Mapping[str, Any]]) -> str:
+    """The view's HTML element; a page needs `style()` and `script()` once besides."""
+    # "</" would end the script element early.
+    data = json.dumps({"models": list(models)}, ensure_ascii=False).replace("</", "<\\/")
+    return (
+        f'<section class="amap" aria-label="attention maps">'
+        f'<script type="application/json">{data}</script></section>'
+    )
+
+
+def map_page(models: Sequence[Mapping[str, Any]]) -> str:
+    """A complete HTML page with the view."""
+    names = html.escape(" and ".join(str(model["name"]) for model in models))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Attention maps of {names}</title>\n<style>\n"
+        ":root { color-scheme: light dark; }\n"
+        "body { max-width: 76rem; margin: 0 auto; padding: 1rem; }\n"
+        "h1 { font: 600 1.4rem system-ui, sans-serif; }\n"
+        f"{style()}</style></head>\n<body><main><h1>Attention maps</h1>\n{map_view(models)}\n"
+        f"</main><script>\n{script()}</script></body></html>\n"
+    )
+
+
+def style() -> str:
+    """The view's style sheet."""
+    return _asset("map.css")
+
+
+def script() -> str:
+    """The view's script; it starts every view of the page and belongs at the page's end."""
+    return _asset("map.js")
+
+
+def _asset(name: str) -> str:
+    return resources.files("reluformer.inspection").joinpath("assets", name).read_text("utf-8")
+
+
+def _text(name: str, maps: AttentionMaps) -> dict[str, Any]:
+    return {
+        "name": name if len(name) <= 60 else f"{name[:57]}...",
+        "source": maps.source,
+        "target": maps.target,
+        "sites": {site: _site(getattr(maps, site)) for site in SITES},
+    }
+
+
+def _site(weights: Tensor) -> dict[str, Any]:
+    """Weights [layers, H, Tq, Tk] as base64 of 16-bit integers; exact zeros stay zero."""
+    weights = weights.float()
+    scales = weights.abs().amax(dim=(-1, -2))  # [layers, H]
+    unit = torch.where(scales > 0, scales, 1.0)[..., None, None] / 32767
+    steps = (weights / unit).round()
+    # A weight too small for a step is still not zero.
+    steps = torch.where((steps == 0) & (weights != 0), weights.sign(), steps)
+    packed = base64.b64encode(steps.to(torch.int16).numpy().astype("<i2").tobytes())
+    return {
+        "shape": list(weights.shape),
+        "scales": [[float(f"{value:.5g}") for value in row] for row in scales.tolist()],
+        "row_sums": [
+            [[round(value, 4) for value in head] for head in layer]
+            for layer in weights.abs().sum(dim=-1).tolist()
+        ],
+        "weights": packed.decode("ascii"),
+    }

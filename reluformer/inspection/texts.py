@@ -1,0 +1,83 @@
+"""Batches to inspect a model on: its own dev split, or any text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reluformer.checkpoint import LoadedRun
+from reluformer.data.batches import pad_sources
+from reluformer.data.text import DOCUMENT, lines
+from reluformer.data.tokenizer import Tokenizer
+from reluformer.errors import UserError
+from reluformer.train.data import load_data
+from reluformer.train.objective import inputs
+from reluformer.translation.search import SearchConfig
+from reluformer.translation.translator import Translator
+
+Batch = dict[str, Tensor]
+
+# Most elements of all attention maps of one batch: 1 GiB in float32.
+_MAP_ELEMENTS = 2**28
+
+
+def dev_batch(run: LoadedRun, examples: int) -> Batch:
+    """Up to `examples` examples of the dev split that the run's recipe names."""
+    data = load_data(run.recipe)
+    if data.dev is None:
+        raise UserError(f"data.source {run.recipe.data.source} has no dev split; give a text")
+    first = next(iter(data.dev.batches(run.recipe).epoch(0)))
+    count = min(examples, _most_examples(run, first.source.shape[1], first.target_in.shape[1]))
+    lengths = first.source_lengths[:count]
+    kept = int((lengths > 0).sum())
+    return {name: tensor[:kept] for name, tensor in inputs(first).items()}
+
+
+def text_batch(run: LoadedRun, path: Path | str, examples: int) -> Batch:
+    """The first `examples` lines of a text file, with greedy translations as targets."""
+    wanted = (line for line in lines(path) if line.strip() not in ("", DOCUMENT))
+    sources = [line for line, _ in zip(wanted, range(examples), strict=False)]
+    if not sources:
+        raise UserError(f"{path} has no sentence")
+    return pair_batch(run.tokenizer, list(zip(sources, translations(run, sources), strict=True)))
+
+
+def pair_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> Batch:
+    """A batch of (source, target) texts, targets behind the start mark."""
+    targets = [[tokenizer.bos, *tokenizer.encode(target)] for _, target in pairs]
+    source, source_lengths = pad_sources([tokenizer.encode(source) for source, _ in pairs])
+    longest = max(map(len, targets))
+    target = torch.full((len(targets), longest), tokenizer.pad)
+    for row, ids in enumerate(targets):
+        target[row, : len(ids)] = torch.tensor(ids)
+    return {
+        "source": source,
+        "target": target,
+        "source_lengths": source_lengths,
+        "target_lengths": torch.tensor([len(ids) for ids in targets]),
+    }
+
+
+def translations(run: LoadedRun, sources: Sequence[str]) -> list[str]:
+    """Greedy translations of some lines."""
+    return translator(run).lines(list(sources))
+
+
+def translator(run: LoadedRun) -> Translator:
+    """A greedy translator that shares the run's model."""
+    return Translator(
+        run.model,
+        run.tokenizer,
+        trained_length=run.recipe.data.max_length,
+        documents=run.recipe.data.unit == "document",
+        config=SearchConfig(beam=1),
+    )
+
+
+def _most_examples(run: LoadedRun, source: int, target: int) -> int:
+    """Number of examples whose attention maps fit into memory."""
+    config = run.model.config
+    encoder = config.encoder_layers * source * source
+    decoder = config.decoder_layers * target * (target + source)
+    return max(1, _MAP_ELEMENTS // (config.heads * (encoder + decoder)))
