@@ -1,0 +1,71 @@
+"""Prepared folders for the corpora that cells name; the tiny budget generates its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from reluformer.data.prepare import prepare
+from reluformer.data.synthetic import sample
+from reluformer.data.text import TextPair, write_documents
+from reluformer.errors import UserError
+from reluformer.study.budgets import Budget
+
+TESTS: dict[str, tuple[str, ...]] = {
+    "europarl-sent": ("test",),
+    "europarl-doc": ("test", "test.long"),
+}
+"""Test sets of each corpus."""
+
+_PREPARE = "reluformer prepare data/{name} --corpus {name} --root DATA --vocab-size {size}"
+_VOCABULARIES = {"europarl-sent": 10_000, "europarl-doc": 30_000}
+_SAMPLE = {"train": 1500, "dev": 24, "test": 24, "test.long": 6}
+
+
+def find_corpora(
+    names: Sequence[str], budget: Budget, root: Path, given: Sequence[str]
+) -> dict[str, Path]:
+    """Prepared folder of each corpus.
+
+    Args:
+        names: Corpora that the cells need.
+        budget: `tiny` uses generated text in place of every corpus.
+        root: Folder of the study's cells, below which generated text is written.
+        given: Values of `--data`: a folder that holds all corpora by name, or NAME=FOLDER.
+
+    Raises:
+        UserError: A corpus is not prepared; the message has the command that prepares it.
+    """
+    if budget.name == "tiny" and not given:
+        return {name: _generate(root / "data", name) for name in names}
+    mapped = dict(value.split("=", 1) for value in given if "=" in value)
+    parents = [Path(value) for value in given if "=" not in value] or [Path("data")]
+    folders = {}
+    for name in names:
+        candidates = [Path(mapped[name])] if name in mapped else [p / name for p in parents]
+        found = next((path for path in candidates if path.is_dir()), None)
+        if found is None:
+            command = _PREPARE.format(name=name, size=_VOCABULARIES.get(name, 16_000))
+            raise UserError(
+                f"corpus {name} is not prepared at {candidates[0]}; prepare it with `{command}`, "
+                f"or name its folder with --data {name}=FOLDER"
+            )
+        folders[name] = found.resolve()
+    return folders
+
+
+def _generate(parent: Path, name: str) -> Path:
+    """Prepare generated sentences or documents under the corpus's name."""
+    documents = name == "europarl-doc"
+    texts = parent / f"{name}.text"
+    splits: dict[str, list[TextPair]] = {}
+    for split, count in _SAMPLE.items():
+        if split.endswith(".long") and not documents:
+            continue
+        files = TextPair(texts / f"{split}.en", texts / f"{split}.de", documents)
+        if not files.target.is_file():
+            lengths = (12, 20) if split.endswith(".long") else (1, 5) if documents else (1, 1)
+            part: sample.Split = "train" if split == "train" else "dev" if split == "dev" else "test"
+            pairs = sample.documents(0, count, lengths, split=part)
+            write_documents(files.source, files.target, pairs, marked=documents)
+        splits[split] = [files]
+    prepare(parent / name, splits, vocab_size=600)
+    return (parent / name).resolve()

@@ -1,0 +1,252 @@
+"""Work of one cell in its own process: `python -m reluformer.study.execute JOB.json`.
+
+Writes `cell.json` into the cell's folder when the work has ended. Divergence is a result and exits
+with status 0; every other error exits with another status and is tried again at the next call.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from reluformer.checkpoint import load_run
+from reluformer.config.recipe import Recipe, load_recipe
+from reluformer.console import guarded
+from reluformer.errors import Diverged
+from reluformer.info import commit, info
+from reluformer.inspection.measure import Inspection, inspect_model
+from reluformer.inspection.texts import dev_batch
+from reluformer.study import probes, theory
+from reluformer.study.budgets import Budget, lookup_budget
+from reluformer.study.cells import Cell, Outcome
+from reluformer.study.finishing import finish_cell
+from reluformer.study.tasks import TASKS, train_task
+from reluformer.train import run_dir, train
+
+_CURVE = ("step", "nll", "grad_norm", "tokens", "tokens_per_second", "attention", "dev", "rescaled")
+
+
+class Job(NamedTuple):
+    """One cell with everything its process needs."""
+
+    cell: Cell
+    root: Path
+    """Folder that holds the folders of all cells."""
+    budget: Budget
+    corpus: Path | None
+    """Prepared folder of the cell's corpus."""
+    tests: tuple[str, ...]
+    """Test sets to translate."""
+    assignments: tuple[str, ...]
+    """Further settings of all trainings, as `--set` takes them."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the cell."""
+        return self.root / self.cell.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "cell": asdict(self.cell),
+            "root": str(self.root),
+            "budget": self.budget.name,
+            "corpus": None if self.corpus is None else str(self.corpus),
+            "tests": list(self.tests),
+            "assignments": list(self.assignments),
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> "Job":
+        """The job that was written as JSON."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            Cell(**values["cell"]),
+            Path(values["root"]),
+            lookup_budget(values["budget"]),
+            None if values["corpus"] is None else Path(values["corpus"]),
+            tuple(values["tests"]),
+            tuple(values["assignments"]),
+        )
+
+
+def execute(job: Job) -> Outcome:
+    """Do a cell's work and write its outcome."""
+    work = {
+        "train": _train,
+        "theory": _theory,
+        "family": _family,
+        "extrapolation": _probe,
+        "context": _probe,
+    }[job.cell.work]
+    try:
+        values, detail = work(job)
+        outcome = Outcome(job.cell.name, job.cell.labels, "finished", values, detail)
+    except Diverged as error:
+        outcome = Outcome(
+            job.cell.name,
+            job.cell.labels,
+            "diverged",
+            {},
+            {**_described(job), "curve": _curve(job.folder)},
+            reason=str(error),
+        )
+    outcome.save(job.folder)
+    return outcome
+
+
+def recipe_of(job: Job) -> Recipe:
+    """The recipe that a training cell describes."""
+    return load_recipe(job.cell.recipe, _assignments(job))
+
+
+def _assignments(job: Job) -> list[str]:
+    settings = dict(job.cell.settings)
+    if job.corpus is not None:
+        settings["data.source"] = str(job.corpus)
+    if job.cell.parent is not None:
+        settings["train.start_from"] = str(job.root / job.cell.parent)
+    return [*(f"{name}={json.dumps(value)}" for name, value in settings.items()), *job.assignments]
+
+
+def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
+    train(recipe_of(job), job.folder)
+    curve = _curve(job.folder)
+    detail = {**_described(job), "curve": curve}
+    values = _training_values(curve)
+    run = load_run(job.folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = {name: t.to(device) for name, t in dev_batch(run, job.budget.inspected).items()}
+    inspection = inspect_model(run.model.to(device), batch)
+    detail["inspection"] = inspection.to_dict()
+    values |= inspection_values(inspection)
+    if job.tests and job.corpus is not None:
+        found = finish_cell(
+            job.folder, job.corpus, job.tests, job.budget.decoding, documents=job.cell.documents
+        )
+        detail |= found
+        values |= score_values(found["scores"])
+    return values, detail
+
+
+def _training_values(curve: list[dict[str, Any]]) -> dict[str, float]:
+    """Losses, speed and attention statistics at the end of a curve."""
+    steps = [point for point in curve if "nll" in point]
+    last = steps[-1]
+    values = {"train_nll": last["nll"], "tokens": last["tokens"], "steps": last["step"]}
+    values["tokens_per_second"] = median(point["tokens_per_second"] for point in steps)
+    dev = [point["dev"]["nll"] for point in steps if "nll" in point.get("dev", {})]
+    if dev:
+        values["dev_nll"] = dev[-1]
+    for point in curve:
+        if "rescaled" in point:
+            values["dev_nll"] = point["rescaled"]["after"]
+            values["score_factor"] = point["rescaled"]["factor"]
+    for site, statistics in last["attention"].items():
+        values |= {f"{name}_{site}": value for name, value in statistics.items()}
+    return values
+
+
+def inspection_values(result: Inspection) -> dict[str, float]:
+    """Means over layers of the measures that tables use; the top share is that of the top 0.2 %."""
+    at = result.percents.index(0.2)
+    memory = [branch.ratio for branch in result.branches if branch.name.endswith("memory")]
+    values = {"memory_ratio": _mean(memory)}
+    values["memory_top"] = _mean([m.top_share[at] for m in result.memories])
+    values["memory_anisotropy"] = _mean([m.anisotropy for m in result.memories])
+    values["memory_dead_slots"] = _mean([m.dead_slots for m in result.memories])
+    for site in ("encoder", "decoder", "cross"):
+        chosen = [a for a in result.attentions if a.site == site]
+        values[f"top_{site}"] = _mean([a.top_share[at] for a in chosen])
+        values[f"anisotropy_{site}"] = _mean([a.mean("anisotropy") for a in chosen])
+    return values
+
+
+def score_values(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """BLEU, chrF2 and d-BLEU by test set: `bleu` of `test`, `bleu_long` of `test.long`."""
+    values = {}
+    for test, found in scores.items():
+        suffix = "" if test == "test" else "_" + test.removeprefix("test.")
+        for name, key in (("BLEU", "bleu"), ("chrF2", "chrf"), ("d-BLEU", "dbleu")):
+            if name in found:
+                values[f"{key}{suffix}"] = found[name]["value"]
+    return values
+
+
+def _theory(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
+    samples = theory.sample_quantities(job.budget.theory_numbers, seed=job.cell.labels["seed"])
+    rows = [sample._asdict() for sample in samples]
+    return {}, {**_described(job), "samples": rows}
+
+
+def _family(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
+    size, seed = job.budget.family, int(job.cell.labels["seed"])
+    torch.set_num_threads(1)
+    values = {
+        task: train_task(
+            job.cell.options["kind"], task, steps=size.steps, width=size.width,
+            length=size.length, seed=seed,
+        )
+        for task in TASKS
+    }  # fmt: skip
+    return values, _described(job)
+
+
+def _probe(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
+    assert job.corpus is not None and job.cell.parent is not None
+    probe = probes.Probe(
+        job.root / job.cell.parent, job.corpus, job.folder, job.tests, job.budget.decoding
+    )
+    if job.cell.work == "extrapolation":
+        values, detail = probes.extrapolate(probe, int(job.cell.options["length"]))
+    else:
+        values, detail = probes.use_of_context(probe)
+    return values, {**_described(job), **detail}
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """Settings, versions, hardware and commit."""
+    machine = info()
+    return {
+        "recipe": job.cell.recipe,
+        "settings": dict(job.cell.settings),
+        "parent": job.cell.parent,
+        "corpus": job.cell.corpus,
+        "budget": job.budget.name,
+        "commit": commit(),
+        "machine": {k: machine[k] for k in ("reluformer", "python", "packages", "devices")},
+    }
+
+
+def _curve(run: Path) -> list[dict[str, Any]]:
+    """Logged points of a run with the fields that reports use."""
+    path = run / run_dir.METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    points = (json.loads(line) for line in lines)
+    return [_short({key: p[key] for key in _CURVE if key in p}) for p in points]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    return value
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+@guarded
+def main() -> None:
+    """Execute the job whose file is the only argument."""
+    execute(Job.load(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""From a finished model to scores: length penalty tuned on dev, test sets translated, BLEU.
+
+Every model of a comparison is finished alike: a model that ends its sentences early is not a worse
+translator for it, as long as all are tuned the same way.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reluformer.data.text import DOCUMENT, lines
+from reluformer.evaluation.fast_metrics import Scorer
+from reluformer.evaluation.scores import evaluate, read_aligned
+from reluformer.files import write_text
+from reluformer.study.budgets import Decoding
+from reluformer.translation.translator import Translator
+
+# Decoding waits for the host: a large GPU takes few large batches.
+_LARGE_BATCH = 131_072
+_LARGE_MEMORY = 40 * 2**30
+
+
+def finish_cell(
+    run: Path, corpus: Path, tests: Sequence[str], decoding: Decoding, *, documents: bool
+) -> dict[str, Any]:
+    """Tune, translate and score one run.
+
+    Args:
+        run: Folder of the run; hypotheses are written into it.
+        corpus: Prepared folder with `dev` and the test sets as text.
+        tests: Names of the test sets, such as `test` and `test.long`.
+        decoding: Beam, penalties and numbers of lines.
+        documents: Keep the sentences of a document in view of each other.
+
+    Returns:
+        `tuned` (penalty and dev BLEU by penalty), `scores` by test set, `hypotheses` (file names).
+    """
+    translator = Translator.load(run, beam=decoding.beam, batch_tokens=_batch_tokens())
+    start = time.perf_counter()
+    sources, references = part_of(
+        corpus / "dev", decoding.dev_lines, contiguous=documents
+    )
+    tuned = tune_penalty(translator, sources, references, decoding, documents=documents)
+    tuned["seconds"] = round(time.perf_counter() - start, 1)
+    scores, hypotheses = {}, {}
+    for test in tests:
+        files = test_files(corpus, test, decoding, run)
+        output = run / f"{test}.hypothesis"
+        start = time.perf_counter()
+        texts = list(lines(files[0]))
+        translated = translator.lines(texts, together=documents)
+        write_text(output, "".join(f"{line}\n" for line in translated))
+        scores[test] = score(files[1], output, documents=documents)
+        scores[test]["seconds"] = round(time.perf_counter() - start, 1)
+        hypotheses[test] = output.name
+    return {"tuned": tuned, "scores": scores, "hypotheses": hypotheses}
+
+
+def tune_penalty(
+    translator: Translator,
+    sources: list[str],
+    references: list[str],
+    decoding: Decoding,
+    *,
+    documents: bool,
+) -> dict[str, Any]:
+    """Set the length penalty with the highest BLEU on a part of dev."""
+    found: dict[float, float] = {}
+    for penalty in decoding.penalties:
+        translator.config = dataclasses.replace(translator.config, length_penalty=penalty)
+        found[penalty] = bleu(translator.lines(sources, together=documents), references)
+    best = max(found, key=lambda penalty: found[penalty])
+    translator.config = dataclasses.replace(translator.config, length_penalty=best)
+    return {
+        "length_penalty": best,
+        "dev_bleu": {str(penalty): round(value, 2) for penalty, value in found.items()},
+    }
+
+
+def part_of(prefix: Path, most: int, *, contiguous: bool) -> tuple[list[str], list[str]]:
+    """About `most` source lines of a set and their references.
+
+    Every n-th line is taken, so that the part is like the whole; a contiguous part is the
+    beginning, whose sentences keep their documents.
+    """
+    sources, references = (list(lines(f"{prefix}.{side}.txt")) for side in ("source", "target"))
+    if contiguous:
+        return sources[:most], references[:most]
+    every = max(1, len(sources) // most)
+    return sources[::every], references[::every]
+
+
+def test_files(corpus: Path, test: str, decoding: Decoding, folder: Path) -> tuple[Path, Path]:
+    """Source and reference of a test set, cut to the budget's number of lines in `folder`."""
+    files = (corpus / f"{test}.source.txt", corpus / f"{test}.target.txt")
+    if decoding.test_lines is None:
+        return files
+    cut = (folder / f"{test}.source.txt", folder / f"{test}.target.txt")
+    for whole, part in zip(files, cut, strict=True):
+        kept = list(lines(whole))[: decoding.test_lines]
+        write_text(part, "".join(f"{line}\n" for line in kept))
+    return cut
+
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """BLEU by sentence; document marks do not count."""
+    pairs = [
+        (hypothesis, reference)
+        for hypothesis, reference in zip(hypotheses, references, strict=True)
+        if reference.strip() not in ("", DOCUMENT)
+    ]
+    given, wanted = ([pair[side] for pair in pairs] for side in (0, 1))
+    return Scorer("BLEU", wanted, [given], "13a").score(given)
+
+
+def score(reference: Path, hypothesis: Path, *, documents: bool) -> dict[str, Any]:
+    """BLEU and chrF2 with signatures, by sentence and by document."""
+    wanted, given = read_aligned(reference, [hypothesis], documents=documents)
+    result = evaluate(wanted, {"system": given[0]}, documents=documents, metrics=("BLEU", "chrF2"))
+    found: dict[str, Any] = {}
+    for one in result.systems[0].scores:
+        if one.case == "mixed":
+            name = f"{'d-' if one.level == 'document' else ''}{one.name}"
+            found[name] = {"value": round(one.value, 2), "signature": one.signature}
+    return found
+
+
+def _batch_tokens() -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return _LARGE_BATCH if memory >= _LARGE_MEMORY else _LARGE_BATCH // 16

@@ -1,0 +1,155 @@
+"""Measurements on trained document models: longer inputs than trained on, and use of context."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from reluformer.checkpoint import LoadedRun, load_run
+from reluformer.data.text import DOCUMENT, lines
+from reluformer.data.tokenizer import SEP
+from reluformer.diagnostics import attention_maps
+from reluformer.files import write_text
+from reluformer.inspection.texts import dev_batch
+from reluformer.model.losses import translation_loss
+from reluformer.study.budgets import Decoding
+from reluformer.study.cells import load_outcome
+from reluformer.study.finishing import score, test_files
+from reluformer.train.data import load_data
+from reluformer.train.objective import inputs
+from reluformer.translation.translator import Translator
+
+_DISTANCE_EXAMPLES = 4
+_NLL_BATCHES = 50
+
+
+class Probe(NamedTuple):
+    """A trained model and where to measure it."""
+
+    run: Path
+    corpus: Path
+    folder: Path
+    """Folder of the probe's own files."""
+    tests: Sequence[str]
+    decoding: Decoding
+
+
+def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """d-BLEU and dev loss with inputs of up to `length` tokens, however long training's were."""
+    probe.folder.mkdir(parents=True, exist_ok=True)
+    translator = _translator(probe, max_length=length)
+    test = probe.tests[-1]
+    source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
+    output = probe.folder / f"{test}.hypothesis"
+    _write(output, translator.lines(list(lines(source)), together=True))
+    found = score(reference, output, documents=True)
+    values = {"dbleu": found["d-BLEU"]["value"], "bleu": found["BLEU"]["value"]}
+    values["dev_nll"] = nll_at_length(load_run(probe.run), length)
+    return values, {"scores": {test: found}, "hypotheses": {test: output.name}}
+
+
+def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
+    """BLEU with the document, without it and with a shuffled one; where attention reads."""
+    probe.folder.mkdir(parents=True, exist_ok=True)
+    translator = _translator(probe)
+    test = probe.tests[0]
+    source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
+    texts = list(lines(source))
+    outputs = {
+        "document": translator.lines(texts, together=True),
+        "sentence": translator.lines(texts),
+        "shuffled": _shuffled(translator, texts),
+    }
+    values, scores = {}, {}
+    for name, translated in outputs.items():
+        path = probe.folder / f"{test}.{name}.hypothesis"
+        _write(path, translated)
+        scores[name] = score(reference, path, documents=True)
+        values[f"bleu_{name}"] = scores[name]["BLEU"]["value"]
+    values |= reading_distances(load_run(probe.run))
+    return values, {"context_scores": scores}
+
+
+def _shuffled(translator: Translator, texts: list[str]) -> list[str]:
+    """Translations of sentences among random other sentences, in the original order."""
+    places = [at for at, text in enumerate(texts) if text.strip() not in ("", DOCUMENT)]
+    order = list(places)
+    Random(0).shuffle(order)
+    mixed = list(texts)
+    for place, origin in zip(places, order, strict=True):
+        mixed[place] = texts[origin]
+    translated = translator.lines(mixed, together=True)
+    result = list(texts)
+    for place, origin in zip(places, order, strict=True):
+        result[origin] = translated[place]
+    return result
+
+
+def reading_distances(run: LoadedRun) -> dict[str, float]:
+    """Mean distance, in tokens, between query and key, and share of weight on other sentences."""
+    batch = dev_batch(run, _DISTANCE_EXAMPLES)
+    maps = attention_maps(run.model, batch)
+    marks = {side: (batch[side] == SEP).cumsum(dim=1) for side in ("source", "target")}
+    values: dict[str, float] = {}
+    for site in ("encoder", "decoder", "cross"):
+        weights = torch.stack([w for (s, _), w in maps.items() if s == site]).abs()
+        rows = "source" if site == "encoder" else "target"
+        columns = "target" if site == "decoder" else "source"
+        real = _real(batch, rows)  # [B, Tq]
+        shares = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-12)
+        other = marks[rows].unsqueeze(-1) != marks[columns].unsqueeze(1)  # [B, Tq, Tk]
+        outside = (shares * other[None, :, None]).sum(dim=-1).mean(dim=(0, 2))  # [B, Tq]
+        values[f"outside_{site}"] = float(outside[real].mean())
+        if site != "cross":
+            positions = torch.arange(weights.shape[-1], device=weights.device)
+            distance = (positions[:, None] - positions).abs()[: weights.shape[-2]]
+            mean = (shares * distance).sum(dim=-1).mean(dim=(0, 2))
+            values[f"distance_{site}"] = float(mean[real].mean())
+    return values
+
+
+@torch.no_grad()
+def nll_at_length(run: LoadedRun, length: int) -> float:
+    """Dev loss per token on examples that are filled up to `length` tokens."""
+    config = run.recipe.data
+    data = replace(config, max_length=length, cross_documents=config.unit == "document")
+    tokens = max(run.recipe.train.batch_tokens, 8 * -(-length // 8))
+    recipe = replace(
+        run.recipe, data=data, train=replace(run.recipe.train, batch_tokens=tokens)
+    )
+    split = load_data(recipe).dev
+    assert split is not None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = run.model.to(device)
+    total, count = 0.0, 0
+    for batch, _ in zip(split.batches(recipe).epoch(0), range(_NLL_BATCHES), strict=False):
+        here = batch.to(device)
+        logits = model(**inputs(here)).logits
+        total += float(translation_loss(logits, here.target_out, pad_id=model.config.pad_id)[1])
+        count += batch.target_tokens
+    return total / count
+
+
+def _translator(probe: Probe, max_length: int | None = None) -> Translator:
+    """The probed model with the beam and the length penalty its own cell was finished with."""
+    outcome = load_outcome(probe.run)
+    tuned = {} if outcome is None else outcome.detail.get("tuned", {})
+    return Translator.load(
+        probe.run,
+        beam=probe.decoding.beam,
+        length_penalty=tuned.get("length_penalty", 1.0),
+        max_length=max_length,
+    )
+
+
+def _real(batch: dict[str, Tensor], side: str) -> Tensor:
+    width = batch[side].shape[1]
+    return torch.arange(width) < batch[f"{side}_lengths"].unsqueeze(-1)
+
+
+def _write(path: Path, texts: Sequence[str]) -> None:
+    write_text(path, "".join(f"{text}\n" for text in texts))

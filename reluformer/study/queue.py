@@ -1,0 +1,108 @@
+"""Several commands at once on one device, until the clock says stop."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_POLL = 0.1
+
+
+@dataclass
+class Clock:
+    """Time that a command has taken over all its starts."""
+
+    seconds: float = 0.0
+    device_seconds: float = 0.0
+    """Seconds divided among the commands that ran at the same time."""
+
+
+@dataclass
+class _Job:
+    process: "subprocess.Popen[bytes]"
+    log_begin: int
+
+
+@dataclass
+class JobQueue:
+    """Runs commands, at most `jobs` at a time, until `end` on the monotonic clock."""
+
+    jobs: int
+    end: float
+    logs: Path
+    """Folder of one log file a command; a log grows over several starts."""
+    report: Callable[[str], None] = print
+    clocks: dict[str, Clock] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Exit status and last log line of each command that failed before the clock ended."""
+
+    def run(self, commands: Mapping[str, list[str]]) -> list[str]:
+        """Run the commands in order; return the names of those that succeeded.
+
+        Commands that still run at the end are killed, and go on when they are started again.
+        """
+        waiting, succeeded = list(commands), []
+        live: dict[str, _Job] = {}
+        last = time.monotonic()
+        try:
+            while (waiting or live) and time.monotonic() < self.end:
+                while waiting and len(live) < self.jobs:
+                    name = waiting.pop(0)
+                    live[name] = self._start(name, commands[name])
+                time.sleep(_POLL)
+                now = time.monotonic()
+                self._count(live, now - last)
+                last = now
+                for name in [name for name, job in live.items() if job.process.poll() is not None]:
+                    if self._ended(name, live.pop(name)):
+                        succeeded.append(name)
+        finally:
+            for name, job in live.items():
+                job.process.kill()
+                job.process.wait()
+                self.report(f"{name}: cut by the clock; the next call goes on")
+        return succeeded
+
+    def _start(self, name: str, command: list[str]) -> _Job:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with open(self.logs / f"{name}.log", "ab") as log:
+            begin = log.tell()
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
+        return _Job(process, begin)
+
+    def _count(self, live: Mapping[str, _Job], seconds: float) -> None:
+        for name in live:
+            clock = self.clocks.setdefault(name, Clock())
+            clock.seconds += seconds
+            clock.device_seconds += seconds / len(live)
+
+    def _ended(self, name: str, job: _Job) -> bool:
+        seconds = self.clocks.setdefault(name, Clock()).seconds
+        if job.process.returncode == 0:
+            self.report(f"{name}: done after {seconds:.0f} s")
+            return True
+        line = last_line(self.logs / f"{name}.log", job.log_begin)
+        self.failed[name] = f"exit status {job.process.returncode}: {line}"
+        self.report(f"{name}: failed, {self.failed[name]}")
+        return False
+
+
+def last_line(log: Path, begin: int) -> str:
+    """Last line with text that a log has from byte `begin` on."""
+    text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "empty log")
+
+
+def start_mps() -> None:
+    """Start CUDA's multi-process service where it exists.
+
+    Kernels of several processes then run at the same time instead of taking turns.
+    """
+    subprocess.run(["sh", "-c", "nvidia-cuda-mps-control -d >/dev/null 2>&1"], check=False)
+
+
+def _environment() -> dict[str, str]:
+    """One thread a process: processes side by side would otherwise contend for all cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
