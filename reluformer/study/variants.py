@@ -72,7 +72,7 @@ def memory_settings(
     kind: str, slots: int, *, unit_values: bool = False, temperature: float = 1.0
 ) -> dict[str, Any]:
     """Settings of a feed-forward memory whose values start with deviation slots^-1/2, or 1."""
-    options: dict[str, Any] = {"values_deviation": 1.0 if unit_values else slots**-0.5}
+    options: dict[str, Any] = {"value_std": 1.0 if unit_values else slots**-0.5}
     if temperature != 1.0:
         options["temperature"] = temperature
     return {"model.memory": kind, "model.slots": slots, "model.memory_options": options}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.errors import UserError
 from reluformer.model.memories.definition import (
     MemorySize,
     Query,
@@ -25,6 +26,14 @@ class AllSlots(Selector):
     With a table "gate", weights are multiplied by x G^T, as in gated linear units.
     """
 
+    temperature: float = 1.0
+    """Divisor of the scores; above 1, softmax weights are flatter."""
+
+    def check(self, size: MemorySize) -> None:
+        """Raise UserError unless the temperature is positive."""
+        if not self.temperature > 0:
+            raise UserError(f"temperature must be greater than 0, got {self.temperature}")
+
     def tables(self, size: MemorySize) -> dict[str, Table]:
         """For unit-variance x, scores have variance 1 and the ReLU output has variance 1/2."""
         shape = (size.slots, size.width)
@@ -32,15 +41,20 @@ class AllSlots(Selector):
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
         """weights(x K^T) V, or (weights(x K^T) * x G^T) V."""
-        if _only_relu(query) and pays(query.x):
+        if self.temperature == 1 and _only_relu(query) and pays(query.x):
             tables = query.tables
             hidden = relu_linear(query.x, tables["keys"], tables.get("keys_bias"))
             return hidden @ tables["values"], None
-        scores = Scores(query.against("keys"), None, query.x.shape[-1])
+        scores = Scores(self.scores(query), None, query.x.shape[-1])
         weigh = query.weigh
         if "gate" in query.tables:
             weigh = times(weigh, query.against("gate"))
         return read(scores, query.tables["values"], weigh, query.dropout_p)
+
+    def scores(self, query: Query) -> Tensor:
+        """x K^T divided by the temperature, [N, slots]."""
+        scores = query.against("keys")
+        return scores if self.temperature == 1 else scores / self.temperature
 
 
 def _only_relu(query: Query) -> bool:
@@ -60,12 +74,13 @@ class TopK(AllSlots):
 
     def check(self, size: MemorySize) -> None:
         """Raise UserError unless k is at most the number of slots."""
+        super().check(size)
         check_between("k", self.k, 1, size.slots, "slots")
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
         """`AllSlots.read` with all but the k best slots hidden."""
         values = query.tables["values"]
-        scores = query.against("keys")
+        scores = self.scores(query)
         rank = scores.detach()
         if self.rank_by_value:
             rank = rank * values.detach().norm(dim=-1)

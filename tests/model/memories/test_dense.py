@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from reluformer.errors import UserError
 from reluformer.model.memories import dense
 from reluformer.model.memories.dense import AllSlots
 from reluformer.model.memory import KeyValueMemory
@@ -191,3 +192,15 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph(autocast: bool) ->
             memory.keys.mul_(1.5)
         graph.replay()
         assert_near(found, [each.cpu().double() for each in both(memory, x, **options)], 1e-3)
+
+
+def test_a_temperature_divides_the_scores() -> None:
+    torch.manual_seed(0)
+    memory = KeyValueMemory(6, 10, "softmax", temperature=4.0)
+    x = torch.randn(3, 6)
+    result = memory(x, return_weights=True)
+    torch.testing.assert_close(result.weights, (x @ memory.keys.T / 4).softmax(dim=-1))
+    relu = KeyValueMemory(6, 10, "relu", temperature=2.0)
+    torch.testing.assert_close(relu(x), (x @ relu.keys.T / 2).relu() @ relu.values)
+    with pytest.raises(UserError, match="temperature must be greater than 0, got 0"):
+        KeyValueMemory(6, 10, "softmax", temperature=0.0)
