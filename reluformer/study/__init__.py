@@ -1,1 +1,1 @@
-"""Studies: the paper's claims as sets of trainings (cells), run, resumed and decided by one command."""
+"""Studies: the claims of the paper as sets of trainings, run and decided by one command."""

@@ -77,8 +77,9 @@ class Budget:
 _LOGGED = {"train.bleu_every": None, "train.keep": 1}
 
 _TINY = {
-    "data.generated": None, "model.width": 32, "model.heads": 2, "model.slots": 64, "model.encoder_layers": 1,
-    "model.decoder_layers": 1, "train.batch_tokens": 1024, "train.lr": 4e-3, "train.warmup": 20,
+    "data.generated": None, "model.width": 32, "model.heads": 2, "model.slots": 64,
+    "model.encoder_layers": 1, "model.decoder_layers": 1, "train.batch_tokens": 1024,
+    "train.lr": 4e-3, "train.warmup": 20,
     "train.steps": 60, "train.log_every": 30, "train.dev_every": 60, "train.checkpoint_every": 60,
     "train.rescale_scores": True, "train.threads": 1, "train.device": "cpu", **_LOGGED,
 }  # fmt: skip

@@ -18,6 +18,12 @@ TESTS: dict[str, tuple[str, ...]] = {
 _PREPARE = "reluformer prepare data/{name} --corpus {name} --root DATA --vocab-size {size}"
 _VOCABULARIES = {"europarl-sent": 10_000, "europarl-doc": 30_000}
 _SAMPLE = {"train": 1500, "dev": 24, "test": 24, "test.long": 6}
+_PARTS: dict[str, sample.Split] = {
+    "train": "train",
+    "dev": "dev",
+    "test": "test",
+    "test.long": "test",
+}
 
 
 def find_corpora(
@@ -63,8 +69,7 @@ def _generate(parent: Path, name: str) -> Path:
         files = TextPair(texts / f"{split}.en", texts / f"{split}.de", documents)
         if not files.target.is_file():
             lengths = (12, 20) if split.endswith(".long") else (1, 5) if documents else (1, 1)
-            part: sample.Split = "train" if split == "train" else "dev" if split == "dev" else "test"
-            pairs = sample.documents(0, count, lengths, split=part)
+            pairs = sample.documents(0, count, lengths, split=_PARTS[split])
             write_documents(files.source, files.target, pairs, marked=documents)
         splits[split] = [files]
     prepare(parent / name, splits, vocab_size=600)

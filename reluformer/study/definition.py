@@ -33,6 +33,16 @@ class Contrast:
     """Labels that form a group; the seeds of a group are pooled."""
     baseline: dict[str, Any]
     """Labels of the baseline; other labels of `by` are those of the group."""
+    select: Callable[[Sequence[Outcome]], Sequence[Outcome]] = list
+    """Outcomes that take part."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Some labels, and how many different seeds with them a complete result has."""
+
+    labels: dict[str, Any]
+    seeds: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Study:
     outcomes; a cell that was planned once is planned again."""
     conclude: Callable[[Results], Findings]
     contrast: Contrast | None = None
-    required: dict[str, int] = field(default_factory=dict)
-    """Cells and seeds that a complete result has: number of outcomes by "label=value,..."."""
+    required: tuple[Requirement, ...] = ()
+    """Cells and seeds of a complete result under the full budget."""
     notes: str = ""
     """Limits of the comparison, such as the corpus that stands in for the paper's."""

@@ -119,11 +119,10 @@ class Comparison:
 def find_comparison(
     comparisons: Sequence[Comparison], system: Mapping[str, Any], test: str, level: str
 ) -> Comparison | None:
-    """The comparison of the group with these labels, if it was made."""
+    """The comparison whose labels are among these, if it was made."""
     for comparison in comparisons:
-        labels = comparison.system
         if (comparison.test, comparison.level) == (test, level) and all(
-            labels.get(name) == value for name, value in system.items()
+            system.get(name) == value for name, value in comparison.system.items()
         ):
             return comparison
     return None

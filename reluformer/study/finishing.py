@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from reluformer.data.text import DOCUMENT, lines
-from reluformer.evaluation.fast_metrics import Scorer
-from reluformer.evaluation.scores import evaluate, read_aligned
+from reluformer.evaluation.aligned_files import read_aligned
+from reluformer.evaluation.cached_metric import CachedMetric
+from reluformer.evaluation.scores import evaluate
 from reluformer.files import write_text
 from reluformer.study.budgets import Decoding
 from reluformer.translation.translator import Translator
@@ -41,9 +42,7 @@ def finish_cell(
     """
     translator = Translator.load(run, beam=decoding.beam, batch_tokens=_batch_tokens())
     start = time.perf_counter()
-    sources, references = part_of(
-        corpus / "dev", decoding.dev_lines, contiguous=documents
-    )
+    sources, references = part_of(corpus / "dev", decoding.dev_lines, contiguous=documents)
     tuned = tune_penalty(translator, sources, references, decoding, documents=documents)
     tuned["seconds"] = round(time.perf_counter() - start, 1)
     scores, hypotheses = {}, {}
@@ -114,7 +113,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
         if reference.strip() not in ("", DOCUMENT)
     ]
     given, wanted = ([pair[side] for pair in pairs] for side in (0, 1))
-    return Scorer("BLEU", wanted, [given], "13a").score(given)
+    return CachedMetric("BLEU", wanted, [given], "13a").score(given)
 
 
 def score(reference: Path, hypothesis: Path, *, documents: bool) -> dict[str, Any]:

@@ -118,9 +118,7 @@ def nll_at_length(run: LoadedRun, length: int) -> float:
     config = run.recipe.data
     data = replace(config, max_length=length, cross_documents=config.unit == "document")
     tokens = max(run.recipe.train.batch_tokens, 8 * -(-length // 8))
-    recipe = replace(
-        run.recipe, data=data, train=replace(run.recipe.train, batch_tokens=tokens)
-    )
+    recipe = replace(run.recipe, data=data, train=replace(run.recipe.train, batch_tokens=tokens))
     split = load_data(recipe).dev
     assert split is not None
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from reluformer.evaluation.fast_metrics import Scorer
-from reluformer.evaluation.scores import read_aligned
+from reluformer.evaluation.aligned_files import read_aligned
+from reluformer.evaluation.cached_metric import CachedMetric
 from reluformer.study.cells import Outcome, group
 from reluformer.study.definition import Contrast
 from reluformer.study.findings import Comparison
@@ -29,7 +29,7 @@ def compare_cells(
         references: Reference file by test set, for outcomes that do not keep their own.
         samples: Draws of the bootstrap.
     """
-    translated = [o for o in outcomes if o.finished and o.detail.get("hypotheses")]
+    translated = [o for o in contrast.select(outcomes) if o.finished and o.detail.get("hypotheses")]
     groups = group(translated, *contrast.by)
     found = []
     for key, members in groups.items():
@@ -56,11 +56,11 @@ def _compare(
     systems, bases = pair
     own = root / systems[0].name / f"{test}.target.txt"
     reference = own if own.is_file() else references[test]
-    levels = [("sentence", "BLEU")]
+    levels = ["sentence"]
     if "d-BLEU" in systems[0].detail["scores"].get(test, {}):
-        levels.append(("document", "d-BLEU"))
+        levels.append("document")
     found = []
-    for level, _ in levels:
+    for level in levels:
         paths = [root / o.name / f"{test}.hypothesis" for o in [*systems, *bases]]
         if not all(path.is_file() for path in paths):
             return []
@@ -72,24 +72,28 @@ def _compare(
             segments[len(systems) :],
             samples,
         )
-        difference, interval, p_value, signature = result
-        found.append(
-            Comparison(
-                test, level, labels, baseline, len(systems), difference, interval, p_value, signature
-            )
-        )
+        found.append(Comparison(test, level, labels, baseline, len(systems), *result))
     return found
+
+
+class Bootstrap(NamedTuple):
+    """Result of the paired bootstrap, in the order of the last fields of `Comparison`."""
+
+    difference: float
+    interval: tuple[float, float]
+    p_value: float
+    signature: str
 
 
 def pooled_bootstrap(
     reference: list[str], systems: list[list[str]], bases: list[list[str]], samples: int
-) -> tuple[float, tuple[float, float], float, str]:
-    """Difference of mean BLEU, its 95 % interval, a p-value and the metric's signature.
+) -> Bootstrap:
+    """Bootstrap the difference of mean BLEU between two groups of systems.
 
     All systems are scored on the same draws of segments; scores are averaged over the seeds of a
     group within each draw.
     """
-    scorer = Scorer("BLEU", reference, [*systems, *bases], "13a")
+    scorer = CachedMetric("BLEU", reference, [*systems, *bases], "13a")
     values = [scorer.score(text) for text in [*systems, *bases]]
     count = len(systems)
     difference = float(np.mean(values[:count]) - np.mean(values[count:]))
@@ -99,4 +103,5 @@ def pooled_bootstrap(
     # As in sacreBLEU: how often centred differences reach the one that was observed.
     centred = np.abs(differences - differences.mean())
     p_value = float((np.sum(centred >= abs(difference)) + 1) / (samples + 1))
-    return round(difference, 3), (round(low, 3), round(high, 3)), round(p_value, 4), scorer.signature
+    interval = (round(low, 3), round(high, 3))
+    return Bootstrap(round(difference, 3), interval, round(p_value, 4), scorer.signature)

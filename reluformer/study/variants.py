@@ -97,9 +97,7 @@ def sentence_cell(
         "train.seed": seed,
     }
     if memory != "relu" or slots != budget.memory_slots:
-        settings |= memory_settings(
-            memory, slots, unit_values=unit_values, temperature=temperature
-        )
+        settings |= memory_settings(memory, slots, unit_values=unit_values, temperature=temperature)
     parts = ["sent", attention, f"{memory}-{slots}"]
     if unit_values:
         parts.append("unit")
@@ -183,8 +181,7 @@ def tuned_cells(plan: Plan, attention: str, seeds: tuple[int, ...]) -> list[Cell
     rate = best_rate(plan, attention)
     if rate is not None:
         cells += [
-            sentence_cell(plan.budget, attention=attention, rate=rate, seed=seed)
-            for seed in seeds
+            sentence_cell(plan.budget, attention=attention, rate=rate, seed=seed) for seed in seeds
         ]
     return list({cell.name: cell for cell in cells}.values())
 

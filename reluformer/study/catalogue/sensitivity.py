@@ -1,0 +1,99 @@
+"""One setting at a time around the default attention."""
+
+from typing import Any
+
+from reluformer.study.catalogue.tables import decimals, group_table, mean_of, percent
+from reluformer.study.cells import Cell
+from reluformer.study.definition import Plan, Requirement, Results, Study
+from reluformer.study.findings import Findings, combine
+from reluformer.study.variants import ATTENTION_SETTINGS
+
+_CHANGES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "softmax": ATTENTION_SETTINGS["softmax"],
+    "gamma: row sums start at 0.3": {"model.attention.row_sum_init": 0.3},
+    "gamma: row sums start at 3": {"model.attention.row_sum_init": 3.0},
+    "gamma per head": {"model.attention.gamma": "head"},
+    "gamma fixed": {"model.attention.gamma": "fixed"},
+    "no normalisation loss": {"train.normalisation_weight": 0.0},
+    "normalisation loss 0.01": {"train.normalisation_weight": 0.01},
+    "normalisation loss 0.1": {"train.normalisation_weight": 0.1},
+    "entropy loss 0.01, margin 0.7": {"train.entropy_weight": 0.01},
+    "entropy loss 0.01, margin 0.5": {"train.entropy_weight": 0.01, "train.entropy_margin": 0.5},
+    "entropy loss 0.01, margin 0.9": {"train.entropy_weight": 0.01, "train.entropy_margin": 0.9},
+    "length exponent 0": {"model.attention.length_exponent": 0.0},
+    "length exponent 0.5": {"model.attention.length_exponent": 0.5},
+    "threshold fixed at 0": {
+        "model.attention.threshold": "fixed",
+        "model.attention.threshold_init": 0.0,
+    },
+}
+_TINY = ("default", "softmax", "no normalisation loss", "length exponent 0.5")
+
+
+def _plan(plan: Plan) -> list[Cell]:
+    """Trainings of a fifth of the budget's steps."""
+    budget = plan.budget
+    names = _TINY if budget.name == "tiny" else tuple(_CHANGES)
+    shorter = {} if budget.name == "tiny" else _shorter(budget.sentence.settings)
+    return [
+        Cell(
+            "sensitivity." + name.replace(": ", "-").replace(", ", "-").replace(" ", "_"),
+            {"change": name, "seed": 1},
+            recipe=budget.sentence.recipe,
+            corpus="europarl-sent",
+            settings={**budget.sentence.settings, **shorter, **_CHANGES[name], "train.seed": 1},
+        )
+        for name in names
+    ]
+
+
+def _shorter(settings: dict[str, Any]) -> dict[str, Any]:
+    steps = int(settings.get("train.steps", 7200)) // 5
+    every = max(1, steps // 2)
+    return {
+        "train.steps": steps,
+        "train.warmup": steps // 3,
+        "train.dev_every": every,
+        "train.checkpoint_every": every,
+        "train.log_every": max(1, steps // 10),
+    }
+
+
+def _conclude(results: Results) -> Findings:
+    outcomes = results.outcomes
+    base = mean_of(outcomes, "dev_nll", change="default")
+    others = [o for o in outcomes if o.labels["change"] not in ("default", "softmax")]
+    better: list[bool | None] = [
+        not o.finished or o.value("dev_nll") >= base - 0.01 for o in others
+    ]
+    best = min((o for o in others if o.finished), key=lambda o: o.value("dev_nll"), default=None)
+    number = "–"
+    if best is not None and base == base:
+        number = f"best change: {best.labels['change']}, {best.value('dev_nll') - base:+.3f} nats"
+    verdict = combine(
+        "No single change of gamma, losses, exponent or threshold improves the default",
+        better if base == base else [],
+        number,
+        "holds if no change lowers the dev loss by more than 0.01 nats a token",
+    )
+    columns = {
+        "dev nll": ("dev_nll", decimals(3)),
+        "BLEU": ("bleu", decimals(2)),
+        "entropy, cross": ("entropy_cross", decimals(2)),
+        "zeros, cross": ("zeros_cross", percent),
+        "dead rows, cross": ("dead_rows_cross", percent),
+    }
+    return Findings([verdict], [group_table("Changes", results, ("change",), columns)])
+
+
+STUDY = Study(
+    "sensitivity",
+    "How much do gamma, loss weights, length exponent and margin matter?",
+    "The paper states C = 0.7 ln n and no weights.",
+    _plan,
+    _conclude,
+    None,
+    tuple(Requirement({"change": name}) for name in _CHANGES),
+    "Earlier measurements around the default are in docs/log.md, with their files in results/.",
+)

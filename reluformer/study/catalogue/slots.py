@@ -1,0 +1,76 @@
+"""How memories scale with the number of slots."""
+
+from reluformer.study.catalogue.tables import decimals, group_table, lines_over, mean_of
+from reluformer.study.cells import Cell
+from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
+from reluformer.study.findings import Findings, Plot, combine, decide
+from reluformer.study.variants import MEMORIES, sentence_cell
+
+
+def _plan(plan: Plan) -> list[Cell]:
+    budget = plan.budget
+    sizes = sorted({*budget.slots, budget.memory_slots})
+    cells = []
+    for slots in sizes:
+        seeds = budget.seeds if slots == max(budget.slots) else budget.seeds[:1]
+        cells += [
+            sentence_cell(budget, memory=memory, slots=slots, seed=seed)
+            for seed in seeds
+            for memory in MEMORIES
+        ]
+    return cells
+
+
+def _conclude(results: Results) -> Findings:
+    outcomes = results.outcomes
+    sizes = sorted({o.labels["slots"] for o in outcomes})
+
+    def bleu(memory: str, slots: int) -> float:
+        return mean_of(outcomes, "bleu", memory=memory, slots=slots)
+
+    gaps = {slots: bleu("relu", slots) - bleu("softmax", slots) for slots in sizes}
+    largest = max(sizes, default=0)
+    known: list[bool | None] = [None if gap != gap else gap > 0 for gap in gaps.values()]
+    shown = ", ".join(f"{slots}: {gap:+.2f}" for slots, gap in gaps.items())
+    verdicts = [
+        combine(
+            "ReLU beats softmax at every number of slots", known, f"BLEU by slots {shown}",
+            "holds if the mean BLEU of ReLU is higher at every size",
+        ),
+        decide(
+            f"Softmax + LayerNorm falls behind ReLU at the largest size ({largest} slots)",
+            bleu("relu", largest) - bleu("softmax_ln", largest),
+            holds=0.2, partly=0.0, unit="BLEU (ReLU - softmax + LN)",
+            rule="holds from +0.2 BLEU on, partly above 0",
+        ),
+    ]  # fmt: skip
+    columns = {
+        "BLEU": ("bleu", decimals(2)),
+        "dev nll": ("dev_nll", decimals(3)),
+        "variance ratio": ("memory_ratio", decimals(3)),
+        "dead slots": ("memory_dead_slots", decimals(3)),
+    }
+    table = group_table("Slots", results, ("slots", "memory"), columns, ("test", "sentence"))
+    plots = [
+        Plot("BLEU by slots", "slots", "BLEU", lines_over(outcomes, "slots", "memory", "bleu"),
+             log_x=True),
+        Plot("Dev loss by slots", "slots", "nats a token",
+             lines_over(outcomes, "slots", "memory", "dev_nll"), log_x=True),
+    ]  # fmt: skip
+    return Findings(verdicts, [table], plots)
+
+
+STUDY = Study(
+    "slots",
+    "Where does softmax + LayerNorm stop keeping up as memories grow?",
+    "ReLU above softmax everywhere; above softmax + LN at 3072 and 4096 slots.",
+    _plan,
+    _conclude,
+    Contrast(("slots", "memory"), {"memory": "relu"}),
+    tuple(
+        Requirement({"memory": memory, "slots": slots}, 3 if slots == 4096 else 1)
+        for slots in (32, 512, 4096)
+        for memory in MEMORIES
+    ),
+    "Values of all kinds start with deviation slots^-1/2.",
+)

@@ -1,0 +1,113 @@
+"""Tables and plots that several studies share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from reluformer.study.cells import Outcome, Summary, group, summarise
+from reluformer.study.definition import Results
+from reluformer.study.findings import Comparison, Plot, Series, Table, find_comparison
+
+Format = Callable[[Summary], str]
+
+
+def decimals(places: int) -> Format:
+    """Mean with some decimals, and the spread where there are several seeds."""
+
+    def show(summary: Summary) -> str:
+        if not summary.seeds:
+            return "–"
+        text = f"{summary.mean:.{places}f}"
+        return text if summary.seeds == 1 else f"{text} ± {summary.spread:.{places}f}"
+
+    return show
+
+
+def percent(summary: Summary) -> str:
+    """Mean as a percentage."""
+    return "–" if not summary.seeds else f"{100 * summary.mean:.1f} %"
+
+
+def thousands(summary: Summary) -> str:
+    """Mean in thousands."""
+    return "–" if not summary.seeds else f"{summary.mean / 1000:,.0f} k"
+
+
+def group_table(
+    title: str,
+    results: Results,
+    by: Sequence[str],
+    columns: Mapping[str, tuple[str, Format]],
+    compared: tuple[str, str] | None = None,
+) -> Table:
+    """One row a group of cells.
+
+    Args:
+        title: Heading.
+        results: Outcomes and comparisons of a study.
+        by: Labels that form a group and name its row.
+        columns: Heading to (value, format).
+        compared: Test set and level of the paired differences in the last column.
+    """
+    rows = []
+    for key, members in group(results.outcomes, *by).items():
+        labels = dict(zip(by, key, strict=True))
+        row = [", ".join(map(str, key)), _seeds(members)]
+        row += [show(summarise(members, value)) for value, show in columns.values()]
+        if compared is not None:
+            row.append(show_comparison(find_comparison(results.comparisons, labels, *compared)))
+        rows.append(row)
+    heading = [", ".join(by), "seeds", *columns]
+    return Table(title, heading + ["difference (95 %)"] * (compared is not None), rows)
+
+
+def show_comparison(comparison: Comparison | None) -> str:
+    """A paired difference with its interval and p-value."""
+    if comparison is None:
+        return ""
+    low, high = comparison.interval
+    return f"{comparison.difference:+.2f} ({low:+.2f} to {high:+.2f}), p = {comparison.p_value:.3f}"
+
+
+def lines_over(
+    outcomes: Sequence[Outcome], x: str, by: str, value: str, where: dict[str, Any] | None = None
+) -> list[Series]:
+    """A series for each value of label `by`, over label `x`, with spreads over seeds."""
+    chosen = [o for o in outcomes if all(o.labels.get(k) == v for k, v in (where or {}).items())]
+    series = []
+    for (name,), members in group(chosen, by).items():
+        points = sorted(
+            (float(key[0]), summarise(same, value)) for key, same in group(members, x).items()
+        )
+        points = [(position, summary) for position, summary in points if summary.seeds]
+        if points:
+            series.append(
+                Series(
+                    str(name),
+                    [position for position, _ in points],
+                    [summary.mean for _, summary in points],
+                    [summary.spread for _, summary in points],
+                )
+            )
+    return series
+
+
+def curves(outcomes: Sequence[Outcome], name: Callable[[Outcome], str]) -> Plot:
+    """Dev loss while training, of seed 1."""
+    series = []
+    for outcome in outcomes:
+        points = [p for p in outcome.detail.get("curve", []) if "nll" in p.get("dev", {})]
+        if outcome.labels.get("seed") == 1 and points:
+            xs = [point["tokens"] / 1e6 for point in points]
+            series.append(Series(name(outcome), xs, [point["dev"]["nll"] for point in points]))
+    return Plot("Dev loss while training, seed 1", "million target tokens", "nats a token", series)
+
+
+def mean_of(outcomes: Sequence[Outcome], value: str, **labels: Any) -> float:
+    """Mean of a value over the finished outcomes with some labels; NaN if there are none."""
+    chosen = [o for o in outcomes if all(o.labels.get(k) == v for k, v in labels.items())]
+    return summarise(chosen, value).mean
+
+
+def _seeds(members: Sequence[Outcome]) -> str:
+    diverged = sum(not outcome.finished for outcome in members)
+    return str(len(members)) if not diverged else f"{len(members)}, {diverged} diverged"

@@ -1,0 +1,107 @@
+"""Tokens, minutes and memory that a study needs, said before it starts."""
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from reluformer.config.recipe import Recipe
+from reluformer.study.cells import Cell, Outcome
+
+# Effective training speed per streaming multiprocessor and per CPU core, in FLOP/s. Measured: the
+# sentence recipe trains at 632 k target tokens/s on an H200 (132 multiprocessors).
+_HOPPER_SM = 1.06e12
+_OLDER_SM = 0.4e12
+_CPU_CORE = 1.5e10
+# Seconds to start a process and to load or compile before the first step, and to translate after
+# the last.
+_OVERHEAD = {"cuda": 60.0, "cpu": 6.0}
+_OTHER_SECONDS = {"theory": 5.0, "family": 60.0, "extrapolation": 60.0, "context": 90.0}
+# A vocabulary is known only once data is read; this is the largest of the recipes.
+_VOCABULARY = 30_000
+
+
+class Needs(NamedTuple):
+    """Estimated needs of some cells."""
+
+    cells: int
+    tokens: int
+    """Target tokens of all trainings."""
+    minutes: float
+    gigabytes: float
+    """Device memory of the cells that run at the same time."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cells} cells to run, {self.tokens / 1e6:,.1f} M target tokens to train, about "
+            f"{max(self.minutes, 0.1):.1f} minutes and {self.gigabytes:.1f} GB"
+        )
+
+
+def estimate(
+    cells: Sequence[tuple[Cell, Recipe | None]], finished: Sequence[Outcome], jobs: int
+) -> Needs:
+    """Needs of the cells that are left.
+
+    Args:
+        cells: Cells that have not ended, with the recipes of trainings.
+        finished: Outcomes of this study; their measured speed replaces the model of it.
+        jobs: Cells that run at the same time.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens, seconds, sizes = 0, 0.0, [0.0]
+    for cell, recipe in cells:
+        if recipe is None:
+            seconds += _OTHER_SECONDS[cell.work]
+            continue
+        count = recipe.train.steps * recipe.train.batch_tokens * recipe.train.accumulate
+        tokens += count
+        speed = _measured_speed(cell, finished) or device_speed(device) / flops_per_token(recipe)
+        seconds += count / speed + _OVERHEAD[device]
+        sizes.append(memory_of(recipe) / 1e9)
+    # A GPU divides its speed among cells; CPU cores work side by side.
+    side_by_side = min(jobs, os.cpu_count() or 1) if device == "cpu" else min(jobs, 2)
+    together = sum(sorted(sizes)[-jobs:])
+    return Needs(len(cells), tokens, seconds / 60 / side_by_side, together)
+
+
+def flops_per_token(recipe: Recipe) -> float:
+    """Floating-point operations of training per target token: 6 per weight, and attention."""
+    model = recipe.model
+    attention = 4 * model.width**2
+    memory = 2 * model.width * model.slots
+    encoder = model.encoder_layers * (attention + memory)
+    decoder = model.decoder_layers * (2 * attention + memory)
+    scores = (model.encoder_layers + 2 * model.decoder_layers) * 2 * recipe.data.max_length
+    return 6.0 * (encoder + decoder + model.width * (_VOCABULARY // 3 + scores))
+
+
+def memory_of(recipe: Recipe) -> float:
+    """Bytes of weights with optimiser state, activations of one batch, and logits."""
+    model = recipe.model
+    per_layer = 6 * model.width**2 + 2 * model.width * model.slots
+    layers = model.encoder_layers + model.decoder_layers
+    weights = layers * per_layer + model.width * _VOCABULARY
+    activations = recipe.train.batch_tokens * layers * (34 * model.width + 4 * model.slots)
+    logits = recipe.train.batch_tokens * (_VOCABULARY // 3) * 8
+    return 16.0 * weights + activations + logits
+
+
+def device_speed(device: str) -> float:
+    """Effective FLOP/s of training on this machine, roughly; of one core on a CPU."""
+    if device == "cpu":
+        return _CPU_CORE
+    properties = torch.cuda.get_device_properties(0)
+    per_sm = _HOPPER_SM if properties.major >= 9 else _OLDER_SM
+    return float(properties.multi_processor_count * per_sm)
+
+
+def _measured_speed(cell: Cell, finished: Sequence[Outcome]) -> float | None:
+    """Target tokens per second of an ended cell with the same attention."""
+    for outcome in finished:
+        if outcome.labels.get("attention") == cell.labels.get("attention"):
+            speed = outcome.values.get("tokens_per_second")
+            if speed:
+                return float(speed)
+    return None

@@ -1,0 +1,70 @@
+"""The record of a study: everything that reports and coverage read, as one JSON file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reluformer.errors import UserError
+from reluformer.study.cells import Outcome, outcome_from
+from reluformer.study.findings import Comparison
+
+SUFFIX = ".study.json"
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """Outcomes and comparisons of one study under one budget."""
+
+    study: str
+    budget: str
+    date: str
+    command: str
+    commit: str | None
+    machine: dict[str, Any]
+    folder: str
+    """Folder of the cells at the time of the run."""
+    planned: list[str]
+    """Names of all cells, ended or not."""
+    outcomes: list[Outcome]
+    comparisons: list[Comparison] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Cells of the last call that failed, and why."""
+    maps: list[dict[str, Any]] = field(default_factory=list)
+    """Attention maps for the report's view."""
+
+    @property
+    def device_minutes(self) -> float:
+        """Minutes of the device that the cells took."""
+        return sum(outcome.device_seconds for outcome in self.outcomes) / 60
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def load(cls, path: Path) -> "StudyRecord":
+        """The record in a JSON file."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["outcomes"] = [outcome_from(item) for item in values["outcomes"]]
+            values["comparisons"] = [
+                Comparison(**{**item, "interval": tuple(item["interval"])})
+                for item in values["comparisons"]
+            ]
+            return cls(**values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is no record of a study: {error}") from None
+
+
+def find_records(folders: Sequence[Path]) -> Iterator[tuple[Path, StudyRecord]]:
+    """Records in some folders, at any depth, or files named directly."""
+    for folder in folders:
+        if folder.is_file():
+            yield folder, StudyRecord.load(folder)
+            continue
+        if not folder.is_dir():
+            raise UserError(f"{folder} does not exist")
+        for path in sorted(folder.rglob(f"*{SUFFIX}")):
+            yield path, StudyRecord.load(path)

@@ -1,0 +1,85 @@
+"""All studies by name, and studies that are described by a YAML file."""
+
+from pathlib import Path
+from typing import Any
+
+from reluformer.config import yaml_lines
+from reluformer.errors import UserError
+from reluformer.study.catalogue import (
+    attention,
+    centralisation,
+    context,
+    extrapolation,
+    family,
+    ffn,
+    lengths,
+    sensitivity,
+    slots,
+    temperature,
+    theory,
+)
+from reluformer.study.catalogue.tables import curves, decimals, group_table
+from reluformer.study.cells import Cell
+from reluformer.study.definition import Contrast, Results, Study
+from reluformer.study.findings import Findings
+
+STUDIES: dict[str, Study] = {
+    module.STUDY.name: module.STUDY
+    for module in (
+        theory, ffn, slots, temperature, centralisation, attention, lengths, extrapolation,
+        context, sensitivity, family,
+    )
+}  # fmt: skip
+
+
+def lookup_study(name: str) -> Study:
+    """The study called `name`."""
+    if name not in STUDIES:
+        raise UserError(f"study must be one of {', '.join(STUDIES)}, got {name!r}")
+    return STUDIES[name]
+
+
+def study_from_file(path: Path) -> Study:
+    """A study without claims from a YAML file.
+
+    The file has `recipe`, `common` (settings of all runs) and `runs` (settings by name). A run
+    whose `train.start_from` ends in the name of another run starts from that run.
+    """
+    values = yaml_lines.read(path).values
+    for name in ("recipe", "runs"):
+        if name not in values:
+            raise UserError(f"{path} has no field {name!r}")
+    cells = [_cell(name, values) for name in values["runs"]]
+    names = ", ".join(cell.name for cell in cells)
+    return Study(
+        path.stem,
+        f"Runs of {path.name}: {names}",
+        "",
+        lambda _: cells,
+        _conclude,
+        Contrast(("run",), {"run": cells[0].name}),
+    )
+
+
+def _cell(name: str, values: dict[str, Any]) -> Cell:
+    settings = {**(values.get("common") or {}), **(values["runs"][name] or {})}
+    start = settings.get("train.start_from")
+    parent = None
+    if start is not None and Path(start).name in values["runs"]:
+        parent = Path(start).name
+        del settings["train.start_from"]
+    labels = {"run": name, "seed": settings.get("train.seed", 1)}
+    return Cell(name, labels, recipe=values["recipe"], settings=settings, parent=parent)
+
+
+def _conclude(results: Results) -> Findings:
+    columns = {
+        "train nll": ("train_nll", decimals(3)),
+        "dev nll": ("dev_nll", decimals(3)),
+        "BLEU": ("bleu", decimals(2)),
+        "entropy, cross": ("entropy_cross", decimals(2)),
+        "zeros, cross": ("zeros_cross", decimals(2)),
+        "dead rows, cross": ("dead_rows_cross", decimals(2)),
+    }
+    table = group_table("Runs", results, ("run",), columns, ("test", "sentence"))
+    return Findings([], [table], [curves(results.outcomes, lambda o: str(o.labels["run"]))])

@@ -1,0 +1,206 @@
+"""Runs a study: plans cells, executes the ones that are left, compares, concludes.
+
+Layout of the output folder, with one folder a cell that all studies share:
+
+    OUT/BUDGET/CELL/            run folder with cell.json
+    OUT/BUDGET/logs/CELL.log
+    OUT/BUDGET/NAME.study.json  all outcomes and comparisons of the study NAME
+"""
+
+import datetime
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reluformer.files import write_json
+from reluformer.info import commit, info
+from reluformer.study.budgets import Budget
+from reluformer.study.cells import Cell, Outcome, load_outcome
+from reluformer.study.corpora import TESTS, find_corpora
+from reluformer.study.definition import Plan, Study
+from reluformer.study.estimate import estimate
+from reluformer.study.execute import Job, recipe_of
+from reluformer.study.findings import Comparison
+from reluformer.study.queue import JobQueue, start_mps
+from reluformer.study.record import SUFFIX, StudyRecord
+from reluformer.study.significance import compare_cells
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `reluformer study`."""
+
+    out: Path
+    budget: Budget
+    jobs: int = 1
+    minutes: float | None = None
+    """Time after which running cells are cut; None for no limit."""
+    data: Sequence[str] = ()
+    """Folders of prepared corpora: FOLDER or NAME=FOLDER."""
+    assignments: Sequence[str] = ()
+    """Further settings of all trainings."""
+    report: Callable[[str], None] = print
+
+    @property
+    def root(self) -> Path:
+        """Folder of the cells."""
+        return (self.out / self.budget.name).resolve()
+
+
+@dataclass
+class _Run:
+    study: Study
+    options: RunOptions
+    queue: JobQueue
+    corpora: dict[str, Path] = field(default_factory=dict)
+
+    def cells(self) -> tuple[list[Cell], dict[str, Outcome]]:
+        """The cells as planned now, and the outcomes of all cells in the folder."""
+        outcomes = {o.name: o for o in load_outcomes(self.options.root)}
+        return self.study.plan(Plan(self.options.budget, outcomes)), outcomes
+
+    def job(self, cell: Cell) -> Job:
+        """The cell with the folders it needs."""
+        corpus = None if cell.corpus is None else self.corpora[cell.corpus]
+        tests = TESTS.get(cell.corpus or "", ())
+        if cell.work == "train" and cell.labels.get("length") == 0:
+            tests = ()
+        root, budget = self.options.root, self.options.budget
+        return Job(cell, root, budget, corpus, tests, tuple(self.options.assignments))
+
+
+def run_study(study: Study, options: RunOptions) -> StudyRecord:
+    """Run or resume a study; return its record, which is also written as JSON.
+
+    Cells that have ended are not run again. Cells that fail are reported and tried again at the
+    next call. Cells that the clock cuts go on at the next call.
+    """
+    options.root.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e6)
+    queue = JobQueue(options.jobs, end, options.root / "logs", options.report)
+    run = _Run(study, options, queue)
+    if options.jobs > 1 and torch.cuda.is_available():
+        start_mps()
+    first = True
+    while time.monotonic() < end:
+        cells, outcomes = run.cells()
+        names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
+        run.corpora = find_corpora(names, options.budget, options.root, options.data)
+        left = [cell for cell in cells if cell.name not in outcomes]
+        if first:
+            _announce(run, cells, left, outcomes)
+            first = False
+        ready = _ready(run, left, outcomes)
+        if not ready:
+            break
+        queue.run({cell.name: _command(run, cell) for cell in ready})
+        _add_clocks(run)
+    record = _conclude(run)
+    write_json(options.root / f"{study.name}{SUFFIX}", record.to_dict())
+    return record
+
+
+def load_outcomes(root: Path) -> list[Outcome]:
+    """Outcomes of all cells in a folder."""
+    found = (load_outcome(path) for path in sorted(root.iterdir()) if path.is_dir())
+    return [outcome for outcome in found if outcome is not None]
+
+
+def _announce(
+    run: _Run, cells: Sequence[Cell], left: Sequence[Cell], outcomes: dict[str, Outcome]
+) -> None:
+    """Say what the study needs; settings that cannot work are refused here."""
+    with_recipes = [(c, recipe_of(run.job(c)) if c.work == "train" else None) for c in left]
+    done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
+    needs = estimate(with_recipes, done, run.options.jobs)
+    say = run.options.report
+    say(f"study {run.study.name}, budget {run.options.budget.name}: {run.study.question}")
+    say(f"{len(done)} of {len(cells)} cells have ended; {needs}")
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+        if needs.gigabytes > memory:
+            say(f"warning: the GPU has {memory:.0f} GB; use fewer --jobs or --budget short")
+
+
+def _ready(run: _Run, left: Sequence[Cell], outcomes: dict[str, Outcome]) -> list[Cell]:
+    """Cells whose parent has finished and that have not failed in this call."""
+    ready = []
+    for cell in left:
+        if cell.name in run.queue.failed:
+            continue
+        if cell.parent is None:
+            ready.append(cell)
+        elif cell.parent in outcomes:
+            parent = outcomes[cell.parent]
+            if parent.finished:
+                ready.append(cell)
+            else:
+                folder = run.options.root / cell.name
+                folder.mkdir(parents=True, exist_ok=True)
+                reason = f"its start {cell.parent} diverged"
+                Outcome(cell.name, cell.labels, "diverged", {}, reason=reason).save(folder)
+    return ready
+
+
+def _command(run: _Run, cell: Cell) -> list[str]:
+    path = run.options.root / "jobs" / f"{cell.name}.json"
+    write_json(path, run.job(cell).to_dict())
+    return [sys.executable, "-m", "reluformer.study.execute", str(path)]
+
+
+def _add_clocks(run: _Run) -> None:
+    """Add the time of this call to the cells' outcomes, or keep it for cells that go on."""
+    for name, clock in run.queue.clocks.items():
+        folder = run.options.root / name
+        outcome = load_outcome(folder)
+        path = run.options.root / "logs" / f"{name}.seconds"
+        earlier = [float(part) for part in path.read_text().split()] if path.is_file() else [0, 0]
+        seconds = earlier[0] + clock.seconds, earlier[1] + clock.device_seconds
+        if outcome is None:
+            path.write_text(f"{seconds[0]} {seconds[1]}\n")
+        else:
+            path.unlink(missing_ok=True)
+            replace(
+                outcome, seconds=round(seconds[0], 1), device_seconds=round(seconds[1], 1)
+            ).save(folder)
+    run.queue.clocks.clear()
+
+
+def _conclude(run: _Run) -> StudyRecord:
+    cells, outcomes = run.cells()
+    own = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
+    comparisons: list[Comparison] = []
+    if run.study.contrast is not None:
+        references = {
+            test: folder / f"{test}.target.txt"
+            for name, folder in run.corpora.items()
+            for test in TESTS.get(name, ())
+        }
+        comparisons = compare_cells(
+            run.study.contrast, own, run.options.root, references, run.options.budget.bootstrap
+        )
+    return StudyRecord(
+        study=run.study.name,
+        budget=run.options.budget.name,
+        date=datetime.date.today().isoformat(),
+        command=shlex.join(["reluformer", *sys.argv[1:]]),
+        commit=commit(),
+        machine=_machine(),
+        folder=os.path.relpath(run.options.root),
+        planned=[cell.name for cell in cells],
+        failed=dict(run.queue.failed),
+        outcomes=own,
+        comparisons=comparisons,
+    )
+
+
+def _machine() -> dict[str, Any]:
+    found = info()
+    return {name: found[name] for name in ("reluformer", "python", "packages", "devices")}
