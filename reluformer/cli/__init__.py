@@ -1,4 +1,5 @@
-"""The command line: prepare, recipes, train, translate, evaluate, bench, info.
+"""The command line: prepare, recipes, train, translate, evaluate, inspect, study,
+report, bench, info.
 
 Each command is a thin layer over a function of the package, which is imported when the command
 runs, so that `--help` and `--version` answer without loading torch. Exit statuses: 0 success, 2 a
@@ -13,7 +14,9 @@ from reluformer import __version__
 from reluformer.cli.benchmark import bench
 from reluformer.cli.evaluation import evaluate
 from reluformer.cli.information import info
+from reluformer.cli.inspection import inspect
 from reluformer.cli.preparation import prepare
+from reluformer.cli.studies import report, study
 from reluformer.cli.training import recipes, train
 from reluformer.cli.translation import translate
 from reluformer.console import guarded
@@ -24,7 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (prepare, recipes, train, translate, evaluate, bench, info):
+for _command in (
+    prepare, recipes, train, translate, evaluate, inspect, study, report, bench, info,
+):  # fmt: skip
     app.command()(guarded(_command))
 
 

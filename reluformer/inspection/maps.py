@@ -9,15 +9,18 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reluformer.checkpoint import LoadedRun
-from reluformer.inspection.texts import translator
-from reluformer.translation.translator import AttentionMaps
+from reluformer.inspection.texts import dev_pairs, first_lines, translations, translator
+from reluformer.translation.attention_maps import AttentionMaps, compute_maps
 
+# Texts of a page.
+_TEXTS = 6
 SITES = ("encoder", "decoder", "cross")
 
 # Larger maps make pages of many megabytes.
@@ -40,8 +43,25 @@ def model_maps(
     for number, source in enumerate(sources):
         target = translate.lines([source])[0] if targets is None else targets[number]
         ids = [run.tokenizer.encode(text)[:MOST_TOKENS] for text in (source, target)]
-        texts.append(_text(source, translate.maps(*ids)))
+        texts.append(_text(source, compute_maps(run.model, run.tokenizer, *ids)))
     return {"name": name, "texts": texts}
+
+
+def compare_maps(models: Mapping[str, LoadedRun], path: Path | None) -> str:
+    """A page with the maps of some models on the same texts and the same targets.
+
+    Args:
+        models: Models by the heading of their panels; the first one translates.
+        path: Text file, of which the first lines are shown; None takes dev of the first model.
+    """
+    first = next(iter(models.values()))
+    if path is None:
+        pairs = dev_pairs(first, _TEXTS)
+    else:
+        sources = first_lines(path, _TEXTS)
+        pairs = list(zip(sources, translations(first, sources), strict=True))
+    shown = [[pair[side] for pair in pairs] for side in (0, 1)]
+    return map_page([model_maps(name, run, *shown) for name, run in models.items()])
 
 
 def map_view(models: Sequence[Mapping[str, Any]]) -> str:

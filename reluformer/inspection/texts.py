@@ -1,6 +1,7 @@
 """Batches to inspect a model on: its own dev split, or any text."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -34,13 +35,33 @@ def dev_batch(run: LoadedRun, examples: int) -> Batch:
     return {name: tensor[:kept] for name, tensor in inputs(first).items()}
 
 
+def dev_pairs(run: LoadedRun, count: int) -> list[tuple[str, str]]:
+    """The first examples of the dev split as (source, target) texts."""
+    batch = dev_batch(run, count)
+    decode = run.tokenizer.decode_document
+    sides = [
+        [" ".join(decode(ids[:length].tolist())) for ids, length in zip(*side, strict=True)]
+        for side in (
+            (batch["source"], batch["source_lengths"]),
+            (batch["target"], batch["target_lengths"]),
+        )
+    ]
+    return list(zip(*sides, strict=True))
+
+
 def text_batch(run: LoadedRun, path: Path | str, examples: int) -> Batch:
     """The first `examples` lines of a text file, with greedy translations as targets."""
-    wanted = (line for line in lines(path) if line.strip() not in ("", DOCUMENT))
-    sources = [line for line, _ in zip(wanted, range(examples), strict=False)]
-    if not sources:
-        raise UserError(f"{path} has no sentence")
+    sources = first_lines(path, examples)
     return pair_batch(run.tokenizer, list(zip(sources, translations(run, sources), strict=True)))
+
+
+def first_lines(path: Path | str, count: int) -> list[str]:
+    """The first sentences of a text file."""
+    wanted = (line for line in lines(path) if line.strip() not in ("", DOCUMENT))
+    found = list(islice(wanted, count))
+    if not found:
+        raise UserError(f"{path} has no sentence")
+    return found
 
 
 def pair_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> Batch:

@@ -1,0 +1,98 @@
+"""The commands `study` and `report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from reluformer.errors import UserError
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="Name of a study; see --list.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the studies.")] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="YAML file with recipe, common and runs instead of a name.")
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(help="tiny (CPU, minutes), short (8 GB GPU) or full (paper's sizes).")
+    ] = "full",
+    seeds: Annotated[
+        str | None,
+        typer.Option(metavar="S,S,...", help="Seeds of the cells that have several."),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Cells that run at the same time.")] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after this time; the next call goes on.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]FOLDER",
+            help="Folder with the prepared corpora, or of one corpus; repeatable. Default: data.",
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Setting of all trainings; repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the cells; repeat the command to resume.")
+    ] = None,
+) -> None:
+    """Run or resume a study of the paper's claims, and say what holds.
+
+    Every training is a cell in a folder of its own; cells that have ended are never run again. For
+    example: reluformer study ffn --budget tiny --jobs 2 --out studies.
+    """
+    from reluformer.study.budgets import lookup_budget
+    from reluformer.study.registry import STUDIES, lookup_study, study_from_file
+    from reluformer.study.runner import RunOptions, run_study
+    from reluformer.study.show import print_record
+
+    if list_:
+        width = max(map(len, STUDIES))
+        for row in STUDIES.values():
+            print(f"{row.name:{width}}  {row.question}")
+        return
+    if (name is None) == (file is None):
+        raise UserError("study needs a name or --file; see --list")
+    if out is None:
+        raise UserError("study needs --out, the folder of its cells")
+    if jobs < 1:
+        raise UserError(f"jobs must be at least 1, got {jobs}")
+    chosen = study_from_file(file) if file is not None else lookup_study(str(name))
+    size = lookup_budget(budget)
+    if seeds is not None:
+        size = size.with_seeds(_numbers(seeds))
+    options = RunOptions(out, size, jobs, minutes, tuple(data or ()), tuple(set_ or ()))
+    print_record(chosen, run_study(chosen, options))
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of studies or runs, or JSON files of studies.")
+    ],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")],
+    markdown: Annotated[Path | None, typer.Option(help="Also write Markdown here.")] = None,
+) -> None:
+    """Write one self-contained page about studies: verdicts, tables, plots, attention maps.
+
+    For example: reluformer report studies --out report.html.
+    """
+    from reluformer.files import write_text
+    from reluformer.report.gather import gather
+    from reluformer.report.html import html_report
+    from reluformer.report.markdown import markdown_report
+
+    contents = gather(folders)
+    write_text(out, html_report(contents))
+    if markdown is not None:
+        write_text(markdown, markdown_report(contents))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"seeds must be whole numbers with commas, got {text!r}") from None
