@@ -23,26 +23,31 @@ from reluformer.translation.attention_maps import AttentionMaps, compute_maps
 _TEXTS = 6
 SITES = ("encoder", "decoder", "cross")
 
-# Larger maps make pages of many megabytes.
 MOST_TOKENS = 160
 
 
 def model_maps(
-    name: str, run: LoadedRun, sources: Sequence[str], targets: Sequence[str] | None = None
+    name: str,
+    run: LoadedRun,
+    sources: Sequence[str],
+    targets: Sequence[str] | None = None,
+    *,
+    most_tokens: int = MOST_TOKENS,
 ) -> dict[str, Any]:
     """Maps of one model on some texts, as plain values for `map_view`.
 
     Args:
         name: Heading of the model's panel.
         run: Model, tokenizer and recipe.
-        sources: Texts to read, each cut to `MOST_TOKENS` tokens.
+        sources: Texts to read, each cut to `most_tokens` tokens.
         targets: Texts that the decoder reads; greedy translations by default.
+        most_tokens: Bound on the tokens of a text; larger maps make pages of many megabytes.
     """
     translate = translator(run)
     texts = []
     for number, source in enumerate(sources):
         target = translate.lines([source])[0] if targets is None else targets[number]
-        ids = [run.tokenizer.encode(text)[:MOST_TOKENS] for text in (source, target)]
+        ids = [run.tokenizer.encode(text)[:most_tokens] for text in (source, target)]
         texts.append(_text(source, compute_maps(run.model, run.tokenizer, *ids)))
     return {"name": name, "texts": texts}
 

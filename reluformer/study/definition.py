@@ -61,5 +61,7 @@ class Study:
     contrast: Contrast | None = None
     required: tuple[Requirement, ...] = ()
     """Cells and seeds of a complete result under the full budget."""
+    mapped: tuple[dict[str, Any], ...] = ()
+    """Labels of the cells whose attention maps the report shows side by side."""
     notes: str = ""
     """Limits of the comparison, such as the corpus that stands in for the paper's."""

@@ -11,6 +11,8 @@ from reluformer.study.cells import Outcome, outcome_from
 from reluformer.study.findings import Comparison
 
 SUFFIX = ".study.json"
+MAPS_SUFFIX = ".maps.json"
+"""Attention maps of a study, beside its record."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,6 @@ class StudyRecord:
     comparisons: list[Comparison] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Cells of the last call that failed, and why."""
-    maps: list[dict[str, Any]] = field(default_factory=list)
-    """Attention maps for the report's view."""
 
     @property
     def device_minutes(self) -> float:

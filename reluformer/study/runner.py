@@ -28,8 +28,9 @@ from reluformer.study.definition import Plan, Study
 from reluformer.study.estimate import estimate
 from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import Comparison
+from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
-from reluformer.study.record import SUFFIX, StudyRecord
+from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord
 from reluformer.study.significance import compare_cells
 
 
@@ -104,6 +105,10 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
         _add_clocks(run)
     record = _conclude(run)
     write_json(options.root / f"{study.name}{SUFFIX}", record.to_dict())
+    if study.mapped:
+        found = study_maps(study, record.outcomes, options.root, run.corpora)
+        if found:
+            write_json(options.root / f"{study.name}{MAPS_SUFFIX}", found)
     return record
 
 

@@ -131,6 +131,7 @@ STUDY = Study(
         Requirement({"attention": attention}, 3 if attention in _SEEDED else 1)
         for attention in ATTENTION_SETTINGS
     ),
-    "The rate of softmax, the default and the paper's form is tuned; the others train at the "
+    mapped=({"attention": "softmax"}, {"attention": "default"}),
+    notes="The rate of softmax, the default and the paper's form is tuned; the others train at the "
     "recipe's. Speeds are of cells that may share the GPU. europarl-sent stands in for IWSLT14.",
 )

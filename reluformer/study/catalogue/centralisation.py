@@ -107,5 +107,5 @@ STUDY = Study(
     None,
     tuple(Requirement({"memory": memory}) for memory in MEMORIES)
     + tuple(Requirement({"attention": attention}) for attention in _ATTENTIONS),
-    "Measured on dev; at least one slot counts as the top, which weighs on short rows.",
+    notes="Measured on dev; at least one slot counts as the top, which weighs on short rows.",
 )

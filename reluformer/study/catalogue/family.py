@@ -69,5 +69,5 @@ STUDY = Study(
     _conclude,
     None,
     tuple(Requirement({"attention": kind}, 3) for kind in ATTENTIONS),
-    "Two causal layers, the same settings and rate for all attentions, no losses on row sums.",
+    notes="Two causal layers, one rate and one setting for all attentions, no losses on row sums.",
 )

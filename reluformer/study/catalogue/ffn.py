@@ -99,6 +99,6 @@ STUDY = Study(
     Contrast(("memory", "values"), {"memory": "relu", "values": "alike"}),
     tuple(Requirement({"memory": memory, "values": "alike"}, 3) for memory in MEMORIES)
     + (Requirement({"memory": "softmax", "values": "unit"}),),
-    "Values of all kinds start with deviation slots^-1/2; `unit` is the control that starts the "
-    "softmax kinds with deviation 1. europarl-sent (En-De) stands in for IWSLT14.",
+    notes="Values of all kinds start with deviation slots^-1/2; in the control `unit` the "
+    "softmax kinds start with deviation 1. europarl-sent (En-De) stands in for IWSLT14.",
 )

@@ -82,6 +82,6 @@ STUDY = Study(
         for length in (256, 512, 1024, 2048)
         for attention in ATTENTIONS
     ),
-    "Every attention starts from its own training on sentences, the same for all lengths and "
+    notes="Every attention starts from its own training on sentences, the same for all lengths and "
     "seeds. d-BLEU is BLEU of whole documents.",
 )

@@ -95,5 +95,5 @@ STUDY = Study(
     _conclude,
     None,
     tuple(Requirement({"change": name}) for name in _CHANGES),
-    "Earlier measurements around the default are in docs/log.md, with their files in results/.",
+    notes="Earlier measurements around the default: docs/log.md, with their files in results/.",
 )

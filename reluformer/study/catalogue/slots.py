@@ -72,5 +72,5 @@ STUDY = Study(
         for slots in (32, 512, 4096)
         for memory in MEMORIES
     ),
-    "Values of all kinds start with deviation slots^-1/2.",
+    notes="Values of all kinds start with deviation slots^-1/2.",
 )

@@ -1,0 +1,95 @@
+"""The contents of a report: records of studies with their findings, and single runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reluformer import checkpoint
+from reluformer.errors import UserError
+from reluformer.report.curves import run_plots
+from reluformer.study.definition import Results, Study
+from reluformer.study.findings import Findings, Plot
+from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, find_records
+from reluformer.study.registry import STUDIES
+from reluformer.train import run_dir
+
+
+@dataclass(frozen=True)
+class StudySection:
+    """One study under one budget."""
+
+    study: Study | None
+    """The definition; None for a study that was described by a file."""
+    record: StudyRecord
+    findings: Findings
+    path: Path
+    """File of the record."""
+    maps: list[dict[str, Any]] = field(default_factory=list)
+    """Attention maps for the interactive view."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """One training outside any study."""
+
+    folder: Path
+    facts: list[tuple[str, str]]
+    plots: list[Plot]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything on a report's page."""
+
+    studies: list[StudySection]
+    runs: list[RunSection] = field(default_factory=list)
+
+
+def gather(folders: Sequence[Path]) -> Contents:
+    """Read all records and runs below some folders.
+
+    Raises:
+        UserError: A folder does not exist, or there is nothing to report.
+    """
+    studies = [_section(path, record) for path, record in find_records(folders)]
+    order = list(STUDIES)
+    studies.sort(key=lambda s: order.index(s.record.study) if s.record.study in order else 99)
+    runs = [_run(folder) for folder in folders if (folder / checkpoint.RECIPE).is_file()]
+    if not studies and not runs:
+        named = ", ".join(map(str, folders))
+        raise UserError(f"{named} hold neither records of studies (*.study.json) nor a run")
+    return Contents(studies, runs)
+
+
+def _section(path: Path, record: StudyRecord) -> StudySection:
+    study = STUDIES.get(record.study)
+    results = Results(record.outcomes, record.comparisons)
+    findings = Findings([], []) if study is None else study.conclude(results)
+    maps = path.with_name(path.name.removesuffix(SUFFIX) + MAPS_SUFFIX)
+    shown = json.loads(maps.read_text(encoding="utf-8")) if maps.is_file() else []
+    return StudySection(study, record, findings, path, shown)
+
+
+def _run(folder: Path) -> RunSection:
+    metrics = folder / run_dir.METRICS
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+    curve = [json.loads(line) for line in lines]
+    described = folder / run_dir.RUN
+    values: dict[str, Any] = {}
+    if described.is_file():
+        values = json.loads(described.read_text(encoding="utf-8"))
+    facts = [("folder", str(folder)), ("recipe", str(values.get("recipe", "unknown")))]
+    starts = values.get("starts", [])
+    if starts:
+        facts += [(name, str(starts[-1].get(name))) for name in ("device", "commit", "time")]
+    steps = [point for point in curve if "nll" in point]
+    if steps:
+        last = steps[-1]
+        facts += [("steps", f"{last['step']:,}"), ("target tokens", f"{last['tokens']:,}")]
+        facts.append(("training loss", f"{last['nll']:.3f} nats a token"))
+    dev = [point["dev"] for point in steps if point.get("dev")]
+    if dev:
+        facts.append(("dev", ", ".join(f"{name} {value:.3f}" for name, value in dev[-1].items())))
+    return RunSection(folder, facts, run_plots(curve))

@@ -1,0 +1,60 @@
+"""A report as Markdown: the same verdicts and tables, without plots and maps."""
+
+from reluformer.report.gather import Contents, RunSection, StudySection
+from reluformer.report.provenance import cell_rows, facts, signatures
+from reluformer.study.findings import Table
+
+
+def markdown_report(contents: Contents) -> str:
+    """The whole text."""
+    parts = ["# ReLU and softmax in Transformers: what holds", ""]
+    verdicts = [
+        [section.record.study, verdict.claim, verdict.state, verdict.number]
+        for section in contents.studies
+        for verdict in section.findings.verdicts
+    ]
+    if verdicts:
+        columns = ["study", "claim", "verdict", "the number that decides"]
+        parts.append(_table(Table("All claims", columns, verdicts)))
+    parts += [_study(section) for section in contents.studies]
+    parts += [_run(run) for run in contents.runs]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _study(section: StudySection) -> str:
+    record, study = section.record, section.study
+    parts = [f"## {record.study} ({record.budget})", ""]
+    if study is not None:
+        parts += [study.question, "", f"The paper: {study.paper} {study.notes}".strip(), ""]
+    for verdict in section.findings.verdicts:
+        parts += [
+            f"- **{verdict.state}**: {verdict.claim}. {verdict.number} ({verdict.rule})",
+        ]
+    parts += ["", *(_table(table) for table in section.findings.tables)]
+    described = [*facts(section), *signatures(record)]
+    parts += [*(f"- {name}: `{value}`" for name, value in described), ""]
+    columns, rows = cell_rows(record)
+    parts.append(_table(Table("Cells", columns, rows)))
+    return "\n".join(parts)
+
+
+def _run(run: RunSection) -> str:
+    rows = [[name, value] for name, value in run.facts]
+    return f"## Run {run.folder.name}\n\n" + _table(Table("Facts", ["", ""], rows))
+
+
+def _table(table: Table) -> str:
+    lines = [
+        f"### {table.title}",
+        "",
+        _row(table.columns),
+        _row(["---", *["---:"] * (len(table.columns) - 1)]),
+        *(_row(row) for row in table.rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(values: list[str]) -> str:
+    cells = (value.replace("|", "\\|").replace("\n", " ") for value in values)
+    return f"| {' | '.join(cells)} |"

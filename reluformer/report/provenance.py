@@ -1,0 +1,59 @@
+"""Where the numbers of a report come from: commands, versions, signatures, run folders."""
+
+from reluformer.report.gather import StudySection
+from reluformer.study.record import StudyRecord
+
+
+def facts(section: StudySection) -> list[tuple[str, str]]:
+    """Command, date, commit, versions, hardware and device minutes."""
+    record = section.record
+    packages = record.machine.get("packages", {})
+    versions = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
+    left = len(record.planned) - len(record.outcomes)
+    return [
+        ("command", record.command),
+        ("record", str(section.path)),
+        ("budget", record.budget),
+        ("date", record.date),
+        ("commit", record.commit or "unknown"),
+        ("hardware", "; ".join(record.machine.get("devices", []))),
+        ("versions", f"Python {record.machine.get('python', '?')}, {versions}"),
+        ("device minutes", f"{record.device_minutes:.1f}"),
+        (
+            "cells",
+            f"{len(record.outcomes)} of {len(record.planned)} ended"
+            + f", {left} left" * (left > 0),
+        ),
+    ]
+
+
+def signatures(record: StudyRecord) -> list[tuple[str, str]]:
+    """sacreBLEU's signature of every score that the study reports, once each."""
+    found: dict[tuple[str, str], None] = {}
+    for outcome in record.outcomes:
+        for scores in outcome.detail.get("scores", {}).values():
+            for name, score in scores.items():
+                if isinstance(score, dict):
+                    found[name, score["signature"]] = None
+    return list(found)
+
+
+def cell_rows(record: StudyRecord) -> tuple[list[str], list[list[str]]]:
+    """One row a cell: status, training, tuning, time. Names are folders."""
+    columns = ["cell", "status", "M tokens", "penalty", "score factor", "device s", "commit"]
+    rows = []
+    for outcome in record.outcomes:
+        tuned = outcome.detail.get("tuned", {})
+        factor = outcome.values.get("score_factor")
+        rows.append(
+            [
+                outcome.name,
+                outcome.status if outcome.finished else f"diverged: {outcome.reason[:90]}",
+                f"{outcome.values['tokens'] / 1e6:.2f}" if "tokens" in outcome.values else "",
+                str(tuned.get("length_penalty", "")),
+                "" if factor is None else f"{factor:.2f}",
+                f"{outcome.device_seconds:.0f}",
+                str(outcome.detail.get("commit") or "")[:8],
+            ]
+        )
+    return columns, rows
