@@ -1,0 +1,39 @@
+"""Commands side by side, their clocks and their failures."""
+
+import sys
+import time
+from pathlib import Path
+
+from reluformer.study.queue import JobQueue
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_failures_say_why_and_cut_commands_do_not(tmp_path: Path) -> None:
+    # The log of an earlier start is not this one's.
+    (tmp_path / "silent.log").write_text("earlier\n", encoding="utf-8")
+    lines: list[str] = []
+    queue = JobQueue(2, time.monotonic() + 60, tmp_path, lines.append)
+    commands = {
+        "good": python("print('well')"),
+        "bad": python("import sys; print('first'); sys.exit('the reason\\n')"),
+        "silent": python("import sys; sys.exit(4)"),
+    }
+    assert queue.run(commands) == ["good"]
+    assert queue.failed == {
+        "bad": "exit status 1: the reason",
+        "silent": "exit status 4: empty log",
+    }
+    queue.end = time.monotonic() + 0.3
+    assert queue.run({"slow": python("import time; time.sleep(60)")}) == []
+    assert "slow" not in queue.failed and "slow: cut by the clock" in lines[-1]
+
+
+def test_time_of_the_device_is_shared(tmp_path: Path) -> None:
+    queue = JobQueue(2, time.monotonic() + 60, tmp_path, lambda line: None)
+    sleep = python("import time; time.sleep(0.4)")
+    queue.run({"a": sleep, "b": sleep})
+    for clock in queue.clocks.values():
+        assert clock.device_seconds < 0.8 * clock.seconds

@@ -1,0 +1,146 @@
+"""A study runs end to end on the tiny budget, resumes, and is reported."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reluformer.errors import UserError
+from reluformer.report.gather import gather
+from reluformer.report.html import html_report
+from reluformer.report.markdown import markdown_report
+from reluformer.study import coverage
+from reluformer.study.budgets import BUDGETS, lookup_budget
+from reluformer.study.cells import Cell, Outcome, load_outcome
+from reluformer.study.corpora import find_corpora
+from reluformer.study.definition import Plan, Results
+from reluformer.study.record import StudyRecord
+from reluformer.study.registry import STUDIES, lookup_study, study_from_file
+from reluformer.study.runner import RunOptions, run_study
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("train.steps=4", "train.dev_every=4", "train.checkpoint_every=2", "train.log_every=2")
+TINY = replace(BUDGETS["tiny"])
+
+
+def two_cells(plan: Plan) -> list[Cell]:
+    """The attentions softmax and default of the study `attention`."""
+    cells = STUDIES["attention"].plan(plan)
+    return [cell for cell in cells if cell.labels["attention"] in ("softmax", "default")]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StudyRecord, list[str]]:
+    out, lines = tmp_path_factory.mktemp("study"), []
+    study = replace(STUDIES["attention"], plan=two_cells)
+    options = RunOptions(out, TINY, jobs=2, assignments=SMALL, report=lines.append)
+    return out, run_study(study, options), lines
+
+
+def test_cells_are_trained_translated_and_compared(
+    finished: tuple[Path, StudyRecord, list[str]],
+) -> None:
+    out, record, lines = finished
+    assert "0 of 2 cells have ended; 2 cells to run" in lines[1] and "GB" in lines[1]
+    assert [o.status for o in record.outcomes] == ["finished", "finished"], lines
+    for outcome in record.outcomes:
+        assert outcome.detail["scores"]["test"]["BLEU"]["signature"].startswith("nrefs:1")
+        assert outcome.detail["tuned"]["length_penalty"] in TINY.decoding.penalties
+        assert outcome.value("memory_ratio") > 0 and outcome.device_seconds > 0
+        assert load_outcome(out / "tiny" / outcome.name) == outcome
+    (comparison,) = record.comparisons
+    assert comparison.system == {"attention": "default"}
+    assert comparison.interval[0] <= comparison.interval[1]
+
+
+def test_ended_cells_are_never_run_again(finished: tuple[Path, StudyRecord, list[str]]) -> None:
+    out, first, _ = finished
+    folder = out / "tiny" / first.outcomes[0].name
+    written = (folder / "cell.json").stat().st_mtime_ns
+    lines: list[str] = []
+    study = replace(STUDIES["attention"], plan=two_cells)
+    again = run_study(study, RunOptions(out, TINY, assignments=SMALL, report=lines.append))
+    assert again.outcomes == first.outcomes and len(lines) == 2
+    assert (folder / "cell.json").stat().st_mtime_ns == written
+
+
+def test_the_report_has_verdicts_tables_signatures_and_maps(
+    finished: tuple[Path, StudyRecord, list[str]],
+) -> None:
+    out, record, _ = finished
+    contents = gather([out])
+    page = html_report(contents)
+    for text in ("Our default ReLU attention", "nrefs:1", "<svg", 'class="amap"', "device minutes"):
+        assert text in page
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+    for outcome in record.outcomes:
+        assert outcome.name in page
+    text = markdown_report(contents)
+    assert "| attention | Our default ReLU attention reaches softmax |" in text
+
+
+def test_a_diverged_cell_is_a_result_and_its_children_are_not_run(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(
+        "recipe: toy-reverse\n"
+        "common: {model.width: 16, model.heads: 2, train.steps: 4, train.log_every: 1,\n"
+        "  train.bleu_every: null, train.dev_every: 4, data.generated.train: 50}\n"
+        "runs:\n"
+        "  wild: {train.lr: 1.0e+30, train.warmup: 0, train.clip: 1.0e+30}\n"
+        "  child: {train.start_from: runs/x/wild}\n",
+        encoding="utf-8",
+    )
+    study = study_from_file(tmp_path / "study.yaml")
+    lines: list[str] = []
+    record = run_study(study, RunOptions(tmp_path / "out", TINY, report=lines.append))
+    wild, child = record.outcomes
+    assert wild.status == "diverged" and "diverged" in wild.reason, lines
+    assert child.reason == "its start wild diverged" and not record.failed
+    assert study.conclude(Results(record.outcomes)).tables[0].rows[0][1] == "1, 1 diverged"
+
+
+def test_studies_are_listed_one_a_line() -> None:
+    command = [sys.executable, "-m", "reluformer", "study", "--list"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(STUDIES)
+
+
+def test_every_study_concludes_without_outcomes() -> None:
+    for study in STUDIES.values():
+        findings = study.conclude(Results([]))
+        assert findings.verdicts and findings.tables
+        assert {v.state for v in findings.verdicts} <= {"not measured"}, study.name
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="study must be one of theory, ffn"):
+        lookup_study("fnf")
+    with pytest.raises(UserError, match="budget must be one of tiny, short, full"):
+        lookup_budget("huge")
+    with pytest.raises(UserError, match="reluformer prepare data/europarl-sent"):
+        find_corpora(["europarl-sent"], BUDGETS["full"], tmp_path, [str(tmp_path)])
+    with pytest.raises(UserError, match="seeds must be different"):
+        BUDGETS["full"].with_seeds((1, 1))
+
+
+def test_coverage_counts_seeds() -> None:
+    def result(memory: str, seed: int) -> Outcome:
+        labels: dict[str, Any] = {"memory": memory, "values": "alike", "seed": seed}
+        return Outcome(f"{memory}{seed}", labels, "finished", {})
+
+    found = coverage.cover(STUDIES["ffn"], [result("relu", seed) for seed in (1, 2, 2)])
+    assert (found.required, found.found) == (10, 2)
+    assert found.missing[0] == "memory relu, values alike: 2 of 3 seeds"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_setting_of_a_study_file_exists(path: Path) -> None:
+    from reluformer.config.recipe import load_recipe
+
+    study = study_from_file(path)
+    for cell in study.plan(Plan(TINY)):
+        assigned = [f"{name}={json.dumps(value)}" for name, value in cell.settings.items()]
+        load_recipe(cell.recipe, assigned)
