@@ -1,4 +1,4 @@
-"""Draw training curves from the JSON files of `benchmarks.runs`.
+"""Draw training curves from the JSON files of studies.
 
     python -m benchmarks.curves results/2026-11-15-two-by-two.json --out docs/collapse.svg \\
         --panel nll --panel cross.entropy --panel cross.zeros \\
@@ -97,11 +97,19 @@ def draw(
         pyplot.close(figure)
 
 
+def _runs(record: dict[str, Any]) -> dict[str, Any]:
+    """Runs by name, from the record of a study or from an older file with `runs`."""
+    if "outcomes" in record:
+        return {outcome["name"]: outcome["detail"] for outcome in record["outcomes"]}
+    runs: dict[str, Any] = record["runs"]
+    return runs
+
+
 @guarded
 def main() -> None:
     """Read the results, check the arguments and draw."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks.runs")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of studies")
     parser.add_argument("--panel", action="append", required=True)
     parser.add_argument("--log", action="append", default=[], help="panel with a log axis")
     parser.add_argument("--run", nargs=2, action="append", metavar=("RUN", "NAME"), required=True)
@@ -112,7 +120,7 @@ def main() -> None:
         raise UserError(f"--run may be given {len(COLOURS)} times, got {len(arguments.run)}")
     results: dict[str, Any] = {}
     for path in arguments.results:
-        results |= json.loads(path.read_text(encoding="utf-8"))["runs"]
+        results |= _runs(json.loads(path.read_text(encoding="utf-8")))
     for run, _ in arguments.run:
         if run not in results:
             raise UserError(f"--run must be one of {', '.join(results)}, got {run!r}")

@@ -20,13 +20,13 @@ settings.load_profile("suite")
 
 # Left out of `make quick`: tests that interpret kernels, train models or start processes.
 SLOW = (
-    "tests/benchmarks/test_runs.py",
     "tests/benchmarks/test_training.py",
     "tests/context_parallel/test_context_parallel.py",
     "tests/model/test_learning.py",
     "tests/ops/backends/cpu/native/test_library.py",
     "tests/ops/backends/triton/",
     "tests/test_cli.py::test_two_processes",
+    "tests/study/test_run.py",
     "tests/test_end_to_end.py",
     "tests/train/test_alignment.py",
     "tests/train/test_kill.py",

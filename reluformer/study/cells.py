@@ -34,8 +34,6 @@ class Cell:
     """Overrides of the recipe, by dotted name."""
     parent: str | None = None
     """Cell whose finished model this one starts from or measures."""
-    documents: bool = False
-    """Translate and score whole documents."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keywords of the work other than training."""
 

@@ -124,13 +124,22 @@ def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
     inspection = inspect_model(run.model.to(device), batch)
     detail["inspection"] = inspection.to_dict()
     values |= inspection_values(inspection)
-    if job.tests and job.corpus is not None:
-        found = finish_cell(
-            job.folder, job.corpus, job.tests, job.budget.decoding, documents=job.cell.documents
-        )
+    corpus, tests = _test_sets(job, run.recipe)
+    if tests:
+        documents = run.recipe.data.unit == "document"
+        found = finish_cell(job.folder, corpus, tests, job.budget.decoding, documents=documents)
         detail |= found
         values |= score_values(found["scores"])
     return values, detail
+
+
+def _test_sets(job: Job, recipe: Recipe) -> tuple[Path, tuple[str, ...]]:
+    """The corpus and the test sets to translate: the job's, or those of the recipe's data."""
+    if job.corpus is not None:
+        return job.corpus, job.tests
+    corpus = Path(recipe.data.source)
+    tests = (test for test in ("test", "test.long") if (corpus / f"{test}.source.txt").is_file())
+    return corpus, tuple(tests)
 
 
 def _training_values(curve: list[dict[str, Any]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from reluformer.config import yaml_lines
+from reluformer.config.yaml_lines import read_yaml
 from reluformer.errors import UserError
 from reluformer.study.catalogue import (
     attention,
@@ -45,31 +45,33 @@ def study_from_file(path: Path) -> Study:
     The file has `recipe`, `common` (settings of all runs) and `runs` (settings by name). A run
     whose `train.start_from` ends in the name of another run starts from that run.
     """
-    values = yaml_lines.read(path).values
+    values = read_yaml(path).values
     for name in ("recipe", "runs"):
         if name not in values:
             raise UserError(f"{path} has no field {name!r}")
-    cells = [_cell(name, values) for name in values["runs"]]
-    names = ", ".join(cell.name for cell in cells)
+    cells = [_cell(path.stem, name, values) for name in values["runs"]]
+    names = ", ".join(values["runs"])
     return Study(
         path.stem,
         f"Runs of {path.name}: {names}",
         "",
         lambda _: cells,
         _conclude,
-        Contrast(("run",), {"run": cells[0].name}),
+        Contrast(("run",), {"run": cells[0].labels["run"]}),
     )
 
 
-def _cell(name: str, values: dict[str, Any]) -> Cell:
+def _cell(study: str, name: str, values: dict[str, Any]) -> Cell:
     settings = {**(values.get("common") or {}), **(values["runs"][name] or {})}
     start = settings.get("train.start_from")
     parent = None
     if start is not None and Path(start).name in values["runs"]:
-        parent = Path(start).name
+        parent = f"{study}.{Path(start).name}"
         del settings["train.start_from"]
     labels = {"run": name, "seed": settings.get("train.seed", 1)}
-    return Cell(name, labels, recipe=values["recipe"], settings=settings, parent=parent)
+    return Cell(
+        f"{study}.{name}", labels, recipe=values["recipe"], settings=settings, parent=parent
+    )
 
 
 def _conclude(results: Results) -> Findings:

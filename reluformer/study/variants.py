@@ -159,7 +159,6 @@ def document_cell(budget: Budget, attention: str, length: int, seed: int = 1) ->
         corpus="europarl-doc",
         settings=settings,
         parent=f"doc.{attention}.start",
-        documents=True,
     )
 
 

@@ -1,14 +1,14 @@
 """A study runs end to end on the tiny budget, resumes, and is reported."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reluformer.cli import studies as command
+from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
 from reluformer.report.gather import gather
 from reluformer.report.html import html_report
@@ -24,7 +24,7 @@ from reluformer.study.runner import RunOptions, run_study
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("train.steps=4", "train.dev_every=4", "train.checkpoint_every=2", "train.log_every=2")
-TINY = replace(BUDGETS["tiny"])
+TINY = BUDGETS["tiny"]
 
 
 def two_cells(plan: Plan) -> list[Cell]:
@@ -98,14 +98,13 @@ def test_a_diverged_cell_is_a_result_and_its_children_are_not_run(tmp_path: Path
     record = run_study(study, RunOptions(tmp_path / "out", TINY, report=lines.append))
     wild, child = record.outcomes
     assert wild.status == "diverged" and "diverged" in wild.reason, lines
-    assert child.reason == "its start wild diverged" and not record.failed
+    assert child.reason == "its start study.wild diverged" and not record.failed
     assert study.conclude(Results(record.outcomes)).tables[0].rows[0][1] == "1, 1 diverged"
 
 
-def test_studies_are_listed_one_a_line() -> None:
-    command = [sys.executable, "-m", "reluformer", "study", "--list"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(STUDIES)
+def test_studies_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    command.study(list_=True)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STUDIES)
 
 
 def test_every_study_concludes_without_outcomes() -> None:
@@ -138,8 +137,6 @@ def test_coverage_counts_seeds() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_setting_of_a_study_file_exists(path: Path) -> None:
-    from reluformer.config.recipe import load_recipe
-
     study = study_from_file(path)
     for cell in study.plan(Plan(TINY)):
         assigned = [f"{name}={json.dumps(value)}" for name, value in cell.settings.items()]
