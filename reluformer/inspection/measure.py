@@ -58,7 +58,8 @@ class AttentionMeasures:
 
     def mean(self, name: str) -> float:
         """Mean of a field of `HeadMeasures` over the heads."""
-        return sum(getattr(head, name) for head in self.heads) / len(self.heads)
+        values: list[float] = [getattr(head, name) for head in self.heads]
+        return sum(values) / len(values)
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,8 @@ class _ValueHook:
     kv_heads: int
 
     def __call__(self, _: nn.Module, __: Any, out: Tensor) -> None:
-        vectors = out.detach().chunk(2, dim=-1)[1]
-        self.values[self.key] = vectors.unflatten(-1, (self.kv_heads, -1))
+        vectors = out.detach().chunk(2, dim=-1)[1].contiguous()
+        self.values[self.key] = vectors.view(*vectors.shape[:2], self.kv_heads, -1)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from reluformer.model.base import Model, final_norm, shared_gamma
-from reluformer.model.blocks import DecoderLayer, ForwardOptions
+from reluformer.model.blocks import DecoderLayer
 from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.model.positions import sinusoids
+from reluformer.model.records import ForwardOptions
 
 SYMBOLS = 12
 _DIMENSIONS = 6
