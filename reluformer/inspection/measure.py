@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from reluformer.diagnostics import (
-    Branch,
+    BranchVariance,
     MemoryReport,
     anisotropy,
     branch_variances,
@@ -85,7 +85,7 @@ class Inspection:
     source_tokens: int
     target_tokens: int
     percents: tuple[float, ...]
-    branches: tuple[Branch, ...]
+    branches: tuple[BranchVariance, ...]
     attentions: tuple[AttentionMeasures, ...]
     memories: tuple[MemoryMeasures, ...]
 
