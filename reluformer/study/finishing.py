@@ -50,8 +50,7 @@ def finish_cell(
         files = test_files(corpus, test, decoding, run)
         output = run / f"{test}.hypothesis"
         start = time.perf_counter()
-        texts = list(lines(files[0]))
-        translated = translator.lines(texts, together=documents)
+        translated = translate_text(translator, list(lines(files[0])), documents=documents)
         write_text(output, "".join(f"{line}\n" for line in translated))
         scores[test] = score(files[1], output, documents=documents)
         scores[test]["seconds"] = round(time.perf_counter() - start, 1)
@@ -71,13 +70,25 @@ def tune_penalty(
     found: dict[float, float] = {}
     for penalty in decoding.penalties:
         translator.config = dataclasses.replace(translator.config, length_penalty=penalty)
-        found[penalty] = bleu(translator.lines(sources, together=documents), references)
+        found[penalty] = bleu(translate_text(translator, sources, documents=documents), references)
     best = max(found, key=lambda penalty: found[penalty])
     translator.config = dataclasses.replace(translator.config, length_penalty=best)
     return {
         "length_penalty": best,
         "dev_bleu": {str(penalty): round(value, 2) for penalty, value in found.items()},
     }
+
+
+def translate_text(translator: Translator, texts: list[str], *, documents: bool) -> list[str]:
+    """Translate lines with their documents in view, or one by one; document marks are kept."""
+    if documents:
+        return translator.lines(texts, together=True)
+    places = [at for at, text in enumerate(texts) if text.strip() not in ("", DOCUMENT)]
+    result = list(texts)
+    translated = translator.lines([texts[at] for at in places])
+    for place, text in zip(places, translated, strict=True):
+        result[place] = text
+    return result
 
 
 def part_of(prefix: Path, most: int, *, contiguous: bool) -> tuple[list[str], list[str]]:

@@ -18,7 +18,7 @@ from reluformer.inspection.texts import dev_batch
 from reluformer.model.losses import translation_loss
 from reluformer.study.budgets import Decoding
 from reluformer.study.cells import load_outcome
-from reluformer.study.finishing import score, test_files
+from reluformer.study.finishing import score, test_files, translate_text
 from reluformer.train.data import load_data
 from reluformer.train.objective import inputs
 from reluformer.translation.translator import Translator
@@ -60,8 +60,8 @@ def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
     source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
     texts = list(lines(source))
     outputs = {
-        "document": translator.lines(texts, together=True),
-        "sentence": translator.lines(texts),
+        "document": translate_text(translator, texts, documents=True),
+        "sentence": translate_text(translator, texts, documents=False),
         "shuffled": _shuffled(translator, texts),
     }
     values, scores = {}, {}
