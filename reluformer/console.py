@@ -4,10 +4,13 @@ import errno
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from reluformer.errors import Diverged, UserError
@@ -20,6 +23,8 @@ MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
 
 # Seconds before progress is shown, and between lines of progress without a terminal.
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
+# Seconds after which a delayed interruption is delivered again.
+_IMPORT_POLL = 0.05
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
@@ -29,8 +34,9 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
     def run(*arguments: P.args, **options: P.kwargs) -> R:
         _log_to_stderr()
         try:
-            result = command(*arguments, **options)
-            sys.stdout.flush()
+            with _interrupts_after_imports():
+                result = command(*arguments, **options)
+                sys.stdout.flush()
             return result
         except UserError as error:
             _fail(str(error), MISTAKE)
@@ -53,6 +59,49 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         raise AssertionError
 
     return run
+
+
+@contextmanager
+def _interrupts_after_imports() -> Iterator[None]:
+    """Delay interruptions that arrive during an import until the import has finished.
+
+    Packages that are interrupted while they are imported may ignore it or raise another error. A
+    second interruption during the import exits at once.
+    """
+    is_delayed = False
+
+    def interrupt_again() -> None:
+        nonlocal is_delayed
+        is_delayed = False
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_delayed
+        if not _is_importing(frame):
+            signal.default_int_handler(number, frame)
+        if is_delayed:
+            print("reluformer: interrupted", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        is_delayed = True
+        threading.Timer(_IMPORT_POLL, interrupt_again).start()
+
+    # Background jobs ignore interruptions, and only the main thread may set handlers.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether `frame` or one of its callers runs an import."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _drop_output() -> None:

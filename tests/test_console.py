@@ -1,6 +1,10 @@
 """Progress: nothing for short work, plain lines without a terminal, a bar on a terminal."""
 
 import io
+import signal
+import time
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +63,27 @@ def test_unexpected_errors_keep_their_traceback() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         broken()
+
+
+def test_an_interruption_during_an_import_takes_effect_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "interrupted_module.py").write_text(
+        "import signal\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except BaseException:\n    pass\n"
+        "finished = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @console.guarded
+    def command() -> None:
+        assert import_module("interrupted_module").finished
+        time.sleep(10)
+
+    with pytest.raises(SystemExit) as caught:
+        command()
+    assert caught.value.code == console.INTERRUPTED
+    assert capsys.readouterr().err == "reluformer: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

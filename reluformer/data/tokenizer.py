@@ -74,7 +74,8 @@ class Tokenizer:
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
         bpe.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
+        trainers: Any = tokenizers.trainers  # Its types are incomplete.
+        trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=2,
             special_tokens=list(_SPECIALS),
