@@ -99,7 +99,7 @@ def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
     chosen = None if variant == DEFAULT else variant in SPECIALISED
-    with tuning.override(overridden(variant), sign_bytes=limits.get(variant), specialised=chosen):
+    with tuning.override(overridden(variant), sign_bytes=limits.get(variant), hopper=chosen):
         return run_backward.backward(
             *call, needs_shift=call.problem.optional.threshold is not None
         )[:3]

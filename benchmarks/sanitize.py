@@ -102,7 +102,7 @@ def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype
             for sign_bytes in (0, 1 << 20):
                 # Hopper kernels run where they can: head widths 64 and 128, by descriptors.
                 chosen = specialised and sign_bytes > 0
-                with tuning.override(tma=tma, sign_bytes=sign_bytes, specialised=chosen):
+                with tuning.override(tma=tma, sign_bytes=sign_bytes, hopper=chosen):
                     for _ in range(2):
                         outputs += found(op.attend, given)[0]
     return outputs
@@ -116,7 +116,7 @@ def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
         q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
         leaves = [each.requires_grad_() for each in (q, k, v)]
         for causal, row_normalise in product((False, True), (None, 0.1)):
-            with tuning.override(specialised=specialised):
+            with tuning.override(hopper=specialised):
                 visibility = Visibility(causal=causal)
                 call = Call(q, k, v, visibility, 0.1, return_sums="row_sum", packing=packing)
                 output = op.attend(call, Rectified(row_normalise=row_normalise)).output

@@ -33,7 +33,7 @@ def choose(problem: Problem, level: int, grad_out: Tensor) -> Choice:
     """The choice for a call whose gradients have this `Gradients.level`."""
     tensors = (problem.q, problem.k, problem.v, grad_out)
     signs_pay = _signs_are_faster(problem) and tuning.current().sign_bytes != 0
-    uses_hopper = launch_backward.suits(problem, level, tensors, signs_pay=signs_pay)
+    uses_hopper = launch_backward.should_use(problem, level, tensors, signs_pay=signs_pay)
     return Choice(uses_hopper, _sign_heads(problem, level, uses_hopper))
 
 
@@ -60,7 +60,7 @@ def _sign_heads(problem: Problem, level: int, uses_hopper: bool) -> int:
     if limit is None:
         is_faster = _signs_are_faster(problem)
         if uses_hopper:
-            is_faster = is_faster and launch_backward.keeps_signs(problem)
+            is_faster = is_faster and launch_backward.signs_are_faster(problem)
         limit = _SIGN_BYTES if is_faster else 0
     if limit == 0:
         return 0

@@ -114,8 +114,8 @@ def prepare(
         row_terms = _row_terms_launch(problem, grads.level, is_scaled=scales_grad)
     level, dq, dk, dv = grads.level, results.dq, results.dk, results.dv
     if choice.uses_hopper:
-        dkv = launch_backward.keys_launch(problem, level, source, dk, dv, signs=has_signs)
-        dq_launch = launch_backward.queries_launch(problem, level, source, dq, signs=has_signs)
+        dkv = launch_backward.dkv_launch(problem, level, source, dk, dv, signs=has_signs)
+        dq_launch = launch_backward.dq_launch(problem, level, source, dq, signs=has_signs)
     else:
         grads_read = grads._replace(grad_out=source)
         dkv = _dkv_launch(problem, grads_read, results, is_scaled=scales_grad, has_signs=has_signs)

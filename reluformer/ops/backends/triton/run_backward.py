@@ -167,11 +167,9 @@ def run_dkv(
     if launches.row_terms is not None:
         terms = q.new_empty(_terms_shape(problem, grads.level), dtype=torch.float32)
         launches.row_terms(grad_sum, grad_log, terms, count, row_sum, row_dot, optional)
-    tensors = (q, k, v, source, results.dk, results.dv, signs, terms)
-    if launches.uses_hopper:
-        launches.dkv(*tensors, *optional[:3])
-    else:
-        launches.dkv(*tensors, count, row_sum, optional)
+    launches.dkv(
+        q, k, v, source, results.dk, results.dv, signs, terms, count, row_sum, optional
+    )  # fmt: skip
     return RowInputs(source, terms)
 
 
@@ -188,9 +186,7 @@ def run_dq(
     dq, row_dot, row_shift = results.dq, results.row_dot, results.row_shift
     pairs = None if signs is None else signs.view(torch.int32)
     if launches.uses_hopper:
-        launches.dq(
-            q, k, v, row_inputs.grad_out, dq, row_shift, pairs, row_inputs.terms, *optional[:3]
-        )
+        launches.dq(q, k, v, row_inputs.grad_out, dq, row_shift, pairs, row_inputs.terms, optional)
     else:
         grad_out, out, count, grad_sum, grad_log, row_sum = grads
         launches.dq(

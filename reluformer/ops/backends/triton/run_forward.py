@@ -50,8 +50,8 @@ def forward(problem: Problem, statistics: int) -> ForwardResult:
     launch = LAUNCHES.get(key)
     if launch is None:
         # Both kernels compute the same function; the choice affects speed only.
-        if launch_forward.suits(problem, statistics, out):
-            launch = launch_forward.prepared(problem, statistics, out)
+        if launch_forward.should_use(problem, statistics, out):
+            launch = launch_forward.forward_launch(problem, statistics, out)
         else:
             launch = _portable_launch(problem, statistics, out)
         LAUNCHES.put(key, launch)

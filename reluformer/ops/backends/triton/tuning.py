@@ -135,17 +135,16 @@ _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 
 
 class Override(NamedTuple):
-    """Tiles to use instead of the table's; descriptors (True), pointers (False) or a choice (None);
-    memory for signs of weights, which are then kept wherever that is possible (0: nowhere); the
-    specialised kernels wherever they can (True), nowhere (False) or by choice (None).
-
-    Compared by value, so that it can be part of a key.
-    """
+    """Choices that tests and benchmarks force; compared by value, so that it can be part of a key."""
 
     tiles: tuple[tuple[Kernel, Tile], ...]
+    """Tiles to use instead of those of the table."""
     tma: bool | None
+    """Whether tiles go through descriptors (True) or pointers (False); None for the default."""
     sign_bytes: int | None
-    specialised: bool | None
+    """Memory for signs of weights, which are stored wherever possible; 0 for nowhere."""
+    hopper: bool | None
+    """Whether the Hopper kernels run wherever they can (True) or never (False)."""
 
 
 _override = Override((), None, None, None)
@@ -187,7 +186,7 @@ def _rows(
 
 
 def current() -> Override:
-    """What `override` has set."""
+    """The choices that `override` forces."""
     return _override
 
 
@@ -196,13 +195,12 @@ def override(
     tiles: dict[Kernel, Tile] | None = None,
     tma: bool | None = None,
     sign_bytes: int | None = None,
-    specialised: bool | None = None,
+    hopper: bool | None = None,
 ) -> Iterator[None]:
-    """Use these tiles, descriptors or pointers, memory for signs, specialised kernels or not,
-    inside the block: for tuning and tests."""
+    """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, specialised)
+    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, hopper)
     try:
         yield
     finally:

@@ -155,7 +155,7 @@ def hopper_backward(width: int, causal: bool, power: int, sign_bytes: int | None
     if power > 1:
         optional = {"key_lengths": torch.zeros(1, dtype=torch.int32), "threshold": torch.empty(2)}
         call = problem(width, optional, causal=causal, power=power, row_normalise=1e-4)
-    with tuning.override(tma=True, sign_bytes=sign_bytes, specialised=True):
+    with tuning.override(tma=True, sign_bytes=sign_bytes, hopper=True):
         run_backward.backward(call, gradients(call), power > 1)
 
 
@@ -174,7 +174,7 @@ def hopper_forward(
     if packed:
         ends = torch.zeros(3, dtype=torch.int32)
         optional = {"cu_q": ends, "cu_k": ends}
-    with tuning.override(tma=True, specialised=True):
+    with tuning.override(tma=True, hopper=True):
         run_forward.forward(problem(width, optional, **settings), 2 if entropy_every else 1)
 
 

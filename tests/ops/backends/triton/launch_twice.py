@@ -84,7 +84,7 @@ def hopper() -> None:
     """A warp-specialised forward."""
     optional = NO_INPUTS._replace(gamma=torch.ones(2), key_lengths=LENGTHS)
     problem = Problem(LONG, LONG, LONG, optional, Settings(0.125, 300, 300, causal=True))
-    with tuning.override(tma=True, specialised=True):
+    with tuning.override(tma=True, hopper=True):
         run_forward.forward(problem, 1)
 
 

@@ -128,7 +128,7 @@ def test_a_full_memory_is_cleared_and_the_empty_key_is_not_stored() -> None:
 def test_a_request_is_obeyed_where_a_kernel_can() -> None:
     small = problem(64, 16)
     out = torch.empty_like(small.q)
-    with tuning.override(tma=True, specialised=True):
+    with tuning.override(tma=True, hopper=True):
         assert launch_forward.suits(small, 0, out)
-    with tuning.override(tma=True, specialised=False):
+    with tuning.override(tma=True, hopper=False):
         assert not launch_forward.suits(problem(64, 4096), 0, out)

@@ -1,16 +1,38 @@
-"""What the two backward kernels with specialised warps share; the formulas are in
-`backward_keys.py`, the way such a kernel works in `specialised.py`.
+"""Device functions and structure that the two warp-specialised backward kernels share.
 
-A program owns rows of two operands and walks tiles of the two others, which come in pairs:
+Each kernel keeps two resident operands of a tile and streams tiles of the two others, in pairs:
 
-    keys     owns K and V, walks Q and dO:  S' = K Q', dP' = V dO', dV += P' dO, dK += dS' Q
-    queries  owns Q and dO, walks K and V:  S = Q K',  dP = dO V',  dQ += dS K
+    dK/dV   resident K, V    streamed Q, dO    S^T = K Q^T   dP^T = V dO^T   dV += P^T dO
+                                                                             dK += dS^T Q
+    dQ      resident Q, dO   streamed K, V     S = Q K^T     dP = dO V^T     dQ += dS K
 
-dO has been multiplied by the factor of its row where that differs between rows, and so have the
-terms that gradients of row sums add to dP. A consumer has the weights and slopes of a tile in
-registers, multiplies with them and makes those of the next tile meanwhile. Between the turns of a
-loop no product is under way: the assembler would make all of them wait for each other.
+`portable/backward_dkv.py` has the formulas. If the row factors differ between rows, the host has
+multiplied dO by them (GRAD_SCALED), and also the terms that gradients of row sums add to dP.
+
+Work: a CTA is persistent and owns a list of tiles of 2 * ROWS resident rows.
+
+Partitions of warps:
+    consumer 0   4 warps   resident rows [0, ROWS) of each tile
+    consumer 1   4 warps   resident rows [ROWS, 2 * ROWS) of each tile
+    producer     1 warp    loads resident and streamed tiles with TMA and runs ahead
+
+A consumer holds the weights and score gradients of one streamed tile in registers. It starts the
+products with them and computes those of the next streamed tile meanwhile. No product is in flight
+between two iterations of a loop: ptxas would then serialise all products.
+
+Shared memory, bfloat16:
+    resident   2 x [ROWS, D] per consumer
+    streamed   a ring of STAGES pairs of [COLS, D], read by both consumers
+    out        [ROWS, D] per consumer: staging for the TMA store
+
+Barriers:
+    resident_full   one per consumer   TMA arrives                    the consumer waits
+    resident_empty  one per consumer   the consumer arrives           the producer waits
+    full            one per stage      TMA arrives                    both consumers wait
+    empty           one per stage      each consumer arrives once     the producer waits
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,139 +40,188 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from reluformer.ops.backends.triton.hopper.device import (
     CONSUMERS,
+    Ring,
+    advance,
     key_end,
-    key_tiles,
-    next_stage,
-    place_of,
-    turns_of,
+    key_tile_counts,
+    tile_coordinates,
+    tile_count,
 )
 
 
-@gluon.jit
-def query_tiles(
-    base, key, n_q, n_k, end, ROWS: gl.constexpr, SIDE: gl.constexpr, CAUSAL: gl.constexpr
-):
-    """First and last (exclusive) tile of queries that keys [key, key + ROWS) meet, at least one,
-    and the tile from which on all of them are seen.
+class BackwardSizes(NamedTuple):
+    """Extent of the work and of the tensors that are addressed by pointer, in scalars."""
 
-    `base` is the first key of the turn: of keys that do not exist both consumers meet one tile.
+    items: Any
+    """Work items of all CTAs: tiles or, with causality, pairs of tiles."""
+    heads: Any
+    """Heads of the resident tensors."""
+    tiles: Any
+    """Tiles per head, of CONSUMERS * ROWS rows each."""
+    n_q: Any
+    n_k: Any
+    key_blocks: Any
+    """Sign blocks of 64 x 64 along the keys."""
+    head_blocks: Any
+    """Sign blocks of a head."""
+    term_rows: Any
+    """Rows of a head in `terms`."""
+
+
+class BackwardShared(NamedTuple):
+    """Buffers and barriers in shared memory."""
+
+    buffers: Any
+    """Two resident buffers, then two streamed ones."""
+    out: Any
+    resident_full: Any
+    resident_empty: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def query_tile_range(base, key, end, sizes, ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """(first, end) of the query tiles that see keys [key, key + ROWS), at least one tile, and the
+    tile from which on all of these keys are visible.
+
+    `base` is the first key of the CTA's tile. If it does not exist, both consumers process the last
+    query tile only.
     """
-    high = (n_q + SIDE - 1) // SIDE
+    high = (sizes.n_q + CONFIG.COLS - 1) // CONFIG.COLS
     low = key * 0
-    edge = key * 0
-    if CAUSAL:
-        offset = n_k - n_q
-        low = gl.minimum(gl.maximum(key - offset, 0) // SIDE, high - 1)
-        edge = (gl.maximum(key + ROWS - 1 - offset, 0) + SIDE - 1) // SIDE
-    return gl.where(base < end, low, high - 1), high, edge
+    unmasked = key * 0
+    if CONFIG.CAUSAL:
+        offset = sizes.n_k - sizes.n_q
+        low = gl.minimum(gl.maximum(key - offset, 0) // CONFIG.COLS, high - 1)
+        last = gl.maximum(key + ROWS - 1 - offset, 0)
+        unmasked = (last + CONFIG.COLS - 1) // CONFIG.COLS
+    return gl.where(base < end, low, high - 1), high, unmasked
 
 
 @gluon.jit
-def barriers_of(PLACES: gl.constexpr, READERS: gl.constexpr):
-    """Two for each of so many buffers: full when a copy has arrived, empty when so many groups of
-    warps have read it. A fence and a barrier must follow."""
+def allocate_barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty) barriers of COUNT buffers; a fence and a CTA barrier must follow.
+
+    `full` completes when a TMA copy has arrived, `empty` when READERS consumers have arrived.
+    """
     layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], layout)
-    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], layout)
-    for i in gl.static_range(PLACES):
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
+    for i in gl.static_range(COUNT):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return full, empty
 
 
 @gluon.jit
-def producer(
-    own_first, own_second, first, second, lengths, buffers, barriers, items, heads, tiles, n_q, n_k,
-    GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, SIDE: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr, ALONE: gl.constexpr,
+def backward_producer(
+    resident_a, resident_b, streamed_a, streamed_b, lengths, shared, sizes, IS_DKV: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Load what each turn owns and the tiles that it walks; after the last turn one of each, with
-    which consumers begin a next turn. `ALONE`: the second of what is owned has no first."""
-    own_first_bufs, own_second_bufs, first_bufs, second_bufs = buffers
-    own_full, own_empty, full, empty = barriers
-    own_bytes: gl.constexpr = ROWS * D * (2 if ALONE else 4)
-    turns = turns_of(items, CAUSAL)
-    own_phase = 1
-    at = 0
-    phase = 1
-    for turn in range(0, turns + 1):
-        b, h, tile = place_of(turn, items, heads, tiles, CAUSAL)
-        row = tile * (CONSUMERS * ROWS)
-        end = key_end(lengths, b, n_k)
+    """Load the resident tiles of each step and stream the tiles that it needs.
+
+    Consumers start the next step before they finish one, also after the last one. Therefore one
+    more resident and one more streamed tile are loaded at the end. dQ with SIGNS reads no Q: it has
+    only `resident_b`.
+    """
+    resident_a_bufs, resident_b_bufs, streamed_a_bufs, streamed_b_bufs = shared.buffers
+    ONLY_B: gl.constexpr = CONFIG.SIGNS and not IS_DKV
+    RESIDENT_BYTES: gl.constexpr = CONFIG.ROWS * CONFIG.D * (2 if ONLY_B else 4)
+    steps = tile_count(sizes.items, CONFIG.CAUSAL)
+    resident_phase = 1
+    ring = Ring(0, 1)
+    for step in range(0, steps + 1):
+        batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+        row = tile * (CONSUMERS * CONFIG.ROWS)
+        end = key_end(lengths, batch, sizes.n_k)
         low = row * 0
-        if OF_KEYS:
-            low, high, _ = query_tiles(row, row, n_q, n_k, end, CONSUMERS * ROWS, SIDE, CAUSAL)
+        if IS_DKV:
+            low, high, _ = query_tile_range(row, row, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
         else:
-            high, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, SIDE, CAUSAL, True)
-        members = gl.where(turn < turns, GROUP if OF_KEYS else 1, 1)
-        high = gl.where(turn < turns, high, low + 1)
-        for part in gl.static_range(CONSUMERS):
-            at_row = row + part * ROWS
-            mbarrier.wait(own_empty.index(part), own_phase)
-            bar = own_full.index(part)
-            mbarrier.expect(bar, own_bytes)
-            if not ALONE:
+            high, _ = key_tile_counts(
+                row, sizes.n_q, sizes.n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL,
+                True,
+            )  # fmt: skip
+        members = gl.where(step < steps, CONFIG.GROUP if IS_DKV else 1, 1)
+        high = gl.where(step < steps, high, low + 1)
+        for consumer in gl.static_range(CONSUMERS):
+            first_row = row + consumer * CONFIG.ROWS
+            mbarrier.wait(shared.resident_empty.index(consumer), resident_phase)
+            bar = shared.resident_full.index(consumer)
+            mbarrier.expect(bar, RESIDENT_BYTES)
+            if not ONLY_B:
                 tma.async_copy_global_to_shared(
-                    own_first, [b, h, at_row, 0], bar, own_first_bufs.index(part)
+                    resident_a, [batch, head, first_row, 0], bar, resident_a_bufs.index(consumer)
                 )
             tma.async_copy_global_to_shared(
-                own_second, [b, h, at_row, 0], bar, own_second_bufs.index(part)
+                resident_b, [batch, head, first_row, 0], bar, resident_b_bufs.index(consumer)
             )
-        own_phase ^= 1
+        resident_phase ^= 1
+        # dK/dV sums over the query heads of a group: their tiles are streamed one head after
+        # the other.
         for member in range(0, members):
-            head = h * GROUP + member if OF_KEYS else h // GROUP
+            streamed_head = head * CONFIG.GROUP + member if IS_DKV else head // CONFIG.GROUP
             for t in range(low, high):
-                mbarrier.wait(empty.index(at), phase)
-                bar = full.index(at)
-                mbarrier.expect(bar, SIDE * D * 4)
+                mbarrier.wait(shared.empty.index(ring.stage), ring.phase)
+                bar = shared.full.index(ring.stage)
+                mbarrier.expect(bar, CONFIG.COLS * CONFIG.D * 4)
                 tma.async_copy_global_to_shared(
-                    first, [b, head, t * SIDE, 0], bar, first_bufs.index(at)
-                )
+                    streamed_a, [batch, streamed_head, t * CONFIG.COLS, 0], bar,
+                    streamed_a_bufs.index(ring.stage),
+                )  # fmt: skip
                 tma.async_copy_global_to_shared(
-                    second, [b, head, t * SIDE, 0], bar, second_bufs.index(at)
-                )
-                at, phase = next_stage(at, phase, STAGES)
+                    streamed_b, [batch, streamed_head, t * CONFIG.COLS, 0], bar,
+                    streamed_b_bufs.index(ring.stage),
+                )  # fmt: skip
+                ring = advance(ring, CONFIG.STAGES)
 
 
 @gluon.jit
-def owned(
-    bufs, place, ROWS: gl.constexpr, D: gl.constexpr, IN_REGISTERS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """An operand that a consumer owns, [ROWS, D]: in registers, or where it lies."""
-    tile = bufs.index(place).reshape([ROWS, D])
+def resident_tile(bufs, consumer, IN_REGISTERS: gl.constexpr, CONFIG: gl.constexpr):
+    """A resident operand [ROWS, D] of a consumer: in shared memory or loaded into registers."""
+    layout: gl.constexpr = gl.DotOperandLayout(
+        0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16]), 2
+    )
+    tile = bufs.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
     if IN_REGISTERS:
-        tile = tile.load(LAYOUT)
+        tile = tile.load(layout)
     return tile
 
 
 @gluon.jit
-def skipped(full, empty, at, phase, count, STAGES: gl.constexpr):
-    """Give tiles that only the other consumer needs back unread, in order: the place after."""
-    for _ in range(0, count):
-        mbarrier.wait(full.index(at), phase)
-        # Not before all warps have seen this phase: a late one would wait for the next but one.
-        gl.thread_barrier()
-        mbarrier.arrive(empty.index(at), count=1)
-        at, phase = next_stage(at, phase, STAGES)
-    return at, phase
+def streamed_tile(bufs, stage, CONFIG: gl.constexpr):
+    """A streamed tile [COLS, D] in shared memory."""
+    return bufs.index(stage).reshape([CONFIG.COLS, CONFIG.D])
 
 
 @gluon.jit
-def out_factor(
-    end, unit, gamma, h, length_exponent, scale, ROW_SCALE: gl.constexpr, POWER: gl.constexpr,
-    PRESCALE: gl.constexpr,
-):  # fmt: skip
-    """What gradients of values, and of keys and queries, are multiplied by at last: C, unless dO
-    has been (`ROW_SCALE`), and p C."""
+def release_unread(shared, ring, count, STAGES: gl.constexpr):
+    """Release `count` streamed tiles that only the other consumer needs: the ring after them."""
+    for _ in range(0, count):
+        mbarrier.wait(shared.full.index(ring.stage), ring.phase)
+        # A warp that is late would otherwise miss this phase and wait for the next but one.
+        gl.thread_barrier()
+        mbarrier.arrive(shared.empty.index(ring.stage), count=1)
+        ring = advance(ring, STAGES)
+    return ring
+
+
+@gluon.jit
+def gradient_factors(end, gamma, head, scalars, CONFIG: gl.constexpr):
+    """Factors of the sums: C of dV, and p C (times `scale`, if scores are scaled) of dK and dQ.
+
+    With GRAD_SCALED, dO contains C already, and C is 1 here.
+    """
     factor = 1.0
-    if not ROW_SCALE:
+    if not CONFIG.GRAD_SCALED:
         n = end.to(gl.float32)
-        factor = unit * gl.exp2(-length_exponent * gl.log2(gl.maximum(n, 1.0) * 0.5))
+        exponent = -scalars.length_exponent
+        factor = scalars.unit * gl.exp2(exponent * gl.log2(gl.maximum(n, 1.0) * 0.5))
         if gamma is not None:
-            factor = factor / gl.load(gamma + h).to(gl.float32)
+            factor = factor / gl.load(gamma + head).to(gl.float32)
         factor = gl.where(n > 0, factor, 0.0)
-    slope = factor * POWER
-    if PRESCALE:
-        slope = slope * scale
+    slope = factor * CONFIG.POWER
+    if CONFIG.SCALE_SCORES:
+        slope = slope * scalars.scale
     return factor, slope

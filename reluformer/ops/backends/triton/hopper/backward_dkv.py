@@ -1,4 +1,23 @@
-"""Gradients of keys and values with specialised warps: see `specialised_backward.py`."""
+"""Warp-specialised kernel for the gradients of keys and values, for Hopper.
+
+It computes what `portable/backward_dkv.py` computes. `backward_device.py` describes the partitions
+of warps, shared memory and barriers, which are those of `backward_dq.py` too.
+
+A CTA owns tiles of 2 * ROWS keys of one key head: K and V are resident. For each tile it loops over
+the query heads of the group and, for each, over the query tiles that see the keys: Q and dO are
+streamed. Everything is transposed, keys by queries:
+
+    S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
+
+An iteration starts dV of the previous query tile, S^T of this one and dK of the previous one,
+computes the weights, starts dP^T, and computes dS^T when it is complete.
+
+Registers of a consumer: S^T and dP^T [ROWS, COLS] in float32, which take turns in the same
+registers, dK and dV [ROWS, D] in float32, pairs of P^T and dS^T (`bf16_pairs.py`), and K and V
+[ROWS, D] with IN_REGISTERS.
+"""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,270 +30,352 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from reluformer.ops.backends.triton.hopper.backward_device import (
-    barriers_of,
-    out_factor,
-    owned,
-    producer,
-    query_tiles,
-    skipped,
+    BackwardShared,
+    BackwardSizes,
+    allocate_barriers,
+    backward_producer,
+    gradient_factors,
+    query_tile_range,
+    release_unread,
+    resident_tile,
+    streamed_tile,
 )
-from reluformer.ops.backends.triton.hopper.bf16_pairs import leave_signs, operand, sloped, weighed
+from reluformer.ops.backends.triton.hopper.bf16_pairs import (
+    as_left_operand,
+    relu_powers,
+    score_gradients,
+    store_signs,
+)
 from reluformer.ops.backends.triton.hopper.device import (
     CONSUMERS,
-    cut_of,
-    give_back,
+    Ring,
+    advance,
     key_end,
-    next_stage,
     opaque,
-    place_of,
-    shifted,
-    stored,
-    turns_of,
+    release_loaded,
+    scaled_threshold,
+    shift_scores,
+    store_tile,
+    tile_coordinates,
+    tile_count,
 )
 
 
+class KeyTile(NamedTuple):
+    """The keys of a consumer in one step, and the query tiles that see them."""
+
+    key: Any
+    """First key."""
+    offset: Any
+    """n_k - n_q: with causality, query i sees the keys up to i + offset."""
+    low: Any
+    """First query tile."""
+    high: Any
+    """End of the query tiles."""
+
+
+class QueryLoopState(NamedTuple):
+    """State of a consumer that one query tile leaves to the next."""
+
+    dk: Any
+    """[ROWS, D]."""
+    dv: Any
+    """[ROWS, D]."""
+    dp: Any
+    """Registers of S^T and dP^T, [ROWS, COLS]."""
+    p: Any
+    """Pairs of the weights of the last query tile, [ROWS, COLS / 2]."""
+    ds: Any
+    """Pairs of its score gradients, [ROWS, COLS / 2]."""
+    held: Any
+    """Stage of its Q and dO, which dK and dV still need."""
+    ring: Any
+    """Position of the next query tile."""
+
+
 @gluon.jit
-def _weights(
-    s, key, query, offset, cut, scale, MASKED: gl.constexpr, POWER: gl.constexpr,
-    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """`weighed` scores [keys, queries]; with `MASKED` 0 where a key lies behind a query."""
-    s = shifted(s, cut, scale, HAS_THRESHOLD, PRESCALE)
+def _weights(s, key_tile, query, threshold, scale, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+    """`relu_powers` of scores s [keys, queries from `query` on], 0 where a key is not visible."""
+    layout: gl.constexpr = s.type.layout
+    s = shift_scores(s, threshold, scale, CONFIG)  # [ROWS, COLS]
     if MASKED:
-        keys = key - offset + gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT))
-        queries = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT))
+        first = key_tile.key - key_tile.offset
+        keys = first + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+        queries = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
         s = gl.where(keys[:, None] <= queries[None, :], s, 0.0)
-    return weighed(s, s.shape[0], s.shape[1], POWER)
+    return relu_powers(s, CONFIG.POWER)
 
 
 @gluon.jit
-def _with_terms(dp, terms, GRADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Gradients of weights [keys, queries], and what those of row sums add to them."""
-    if GRADS:
-        dp = dp + gl.load(terms + gl.arange(0, dp.shape[1], gl.SliceLayout(0, LAYOUT)))[None, :]
+def _add_row_terms(dp, terms, CONFIG: gl.constexpr):
+    """dP^T [keys, queries] plus the terms of the queries, from the pointer `terms` on."""
+    layout: gl.constexpr = dp.type.layout
+    if CONFIG.ROW_TERMS:
+        dp = dp + gl.load(terms + gl.arange(0, dp.shape[1], gl.SliceLayout(0, layout)))[None, :]
     return dp
 
 
 @gluon.jit
-def _consumer(
-    dk, dv, signs, terms, gamma, threshold, lengths, buffers, out_bufs, barriers, items, heads,
-    tiles, n_q, n_k, key_blocks, head_blocks, padded, scale, unit, threshold_value, length_exponent,
-    part: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
-    SIDE: gl.constexpr, STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
-    GRADS: gl.constexpr, ROW_SCALE: gl.constexpr, SIGNS: gl.constexpr,
+def _query_loop(
+    state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks, threshold, scale,
+    sizes, MASKED: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Rows `part * ROWS ..` of every tile of keys. Scores and gradients of weights take turns in
-    the same registers: there are no others."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-    k_bufs, v_bufs, q_bufs, g_bufs = buffers
-    own_full, own_empty, full, empty = barriers
-    offset = n_k - n_q
-    turns = turns_of(items, CAUSAL)
-    own_phase = 0
-    at = 0
-    phase = 0
-    dp = gl.zeros([ROWS, SIDE], gl.float32, s_layout)
-    dk_acc = gl.zeros([ROWS, D], gl.float32, o_layout)
-    dv_acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+    """Query tiles [start, stop) of one query head: the state, `terms` and `blocks` after them.
 
-    b, g, tile = place_of(0, items, heads, tiles, CAUSAL)
-    base = tile * (CONSUMERS * ROWS)
-    end = key_end(lengths, b, n_k)
-    first, _, _ = query_tiles(base, base, n_q, n_k, end, CONSUMERS * ROWS, SIDE, CAUSAL)
-    low, _, _ = query_tiles(base, base + part * ROWS, n_q, n_k, end, ROWS, SIDE, CAUSAL)
-    if CAUSAL:
-        at, phase = skipped(full, empty, at, phase, low - first, STAGES)
-    mbarrier.wait(own_full.index(part), 0)
-    k_tile = owned(k_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-    mbarrier.wait(full.index(at), phase)
-    q_tile = q_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-    s = warpgroup_mma(k_tile, q_tile, dp, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
-    for turn in range(0, turns):
-        b, g, tile = place_of(turn, items, heads, tiles, CAUSAL)
-        base = tile * (CONSUMERS * ROWS)
-        key = base + part * ROWS
-        end = key_end(lengths, b, n_k)
-        first, high, _ = query_tiles(base, base, n_q, n_k, end, CONSUMERS * ROWS, SIDE, CAUSAL)
-        low, high, edge = query_tiles(base, key, n_q, n_k, end, ROWS, SIDE, CAUSAL)
-        edge = gl.minimum(gl.maximum(edge, low), high)
-        more = GROUP * (high - low) > 1
-        h = (b * heads + g) * GROUP
-        # Scores of the first tile are there.
-        cut = cut_of(threshold, threshold_value, scale, g * GROUP, PRESCALE)
-        v_tile = owned(v_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-        if IN_REGISTERS:
-            give_back(own_empty.index(part))
-        p, steep = _weights(
-            s, key, low * SIDE, offset, cut, scale, CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, s_layout
+    Args:
+        member: number of the query head in its group.
+        terms: pointer to the row terms of query tile `start`.
+        blocks: pointer to the sign block of query tile `start`.
+    """
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    _k_bufs, _v_bufs, q_bufs, g_bufs = shared.buffers
+    dk, dv, dp, p, ds, held, ring = state
+    for t in range(start, stop):
+        # dV and dK are of the previous query tile; the first of all does not add to anything.
+        adds = member * (key_tile.high - key_tile.low) + t > key_tile.low + 1
+        p_operand = as_left_operand(p, p_layout)  # [ROWS, COLS]
+        ds_operand = as_left_operand(ds, p_layout)
+        g_held = streamed_tile(g_bufs, held, CONFIG)
+        dv = warpgroup_mma(p_operand, g_held, dv, use_acc=adds, is_async=True)  # [ROWS, D]
+        mbarrier.wait(shared.full.index(ring.stage), ring.phase)
+        q_t = streamed_tile(q_bufs, ring.stage, CONFIG).permute((1, 0))
+        s = warpgroup_mma(k_tile, q_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
+        q_held = streamed_tile(q_bufs, held, CONFIG)
+        dk = warpgroup_mma(ds_operand, q_held, dk, use_acc=adds, is_async=True)  # [ROWS, D]
+        # Only dK stays in flight.
+        s, dv = warpgroup_mma_wait(1, [s, dv])
+        p, relu_pow_minus_1 = _weights(
+            s, key_tile, t * CONFIG.COLS, threshold, scale, MASKED, CONFIG
         )
-        g_tile = g_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-        dp = warpgroup_mma(v_tile, g_tile, s, use_acc=False, is_async=True)
-        if SIGNS:
-            # Behind the last key no blocks are.
-            block = h.to(gl.int64) * head_blocks + low.to(gl.int64) * key_blocks + key // 64
-            leave_signs(p, signs + block * 256, key < n_k)
+        g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
+        dp = warpgroup_mma(v_tile, g_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
+        if CONFIG.SIGNS:
+            store_signs(p, blocks, key_tile.key < sizes.n_k)
+            blocks += sizes.key_blocks * 256
+        dp, dk = warpgroup_mma_wait(0, [dp, dk])
+        ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
+        if CONFIG.ROW_TERMS:
+            terms += CONFIG.COLS
+        mbarrier.arrive(shared.empty.index(held), count=1)
+        held = ring.stage
+        ring = advance(ring, CONFIG.STAGES)
+    return QueryLoopState(dk, dv, dp, p, ds, held, ring), terms, blocks
+
+
+@gluon.jit
+def _sign_block(signs, head, tile, key, sizes):
+    """Pointer to the sign block of a query tile of query head `head` and the keys from `key`."""
+    block = head.to(gl.int64) * sizes.head_blocks + tile.to(gl.int64) * sizes.key_blocks + key // 64
+    return signs + block * 256
+
+
+@gluon.jit
+def _start_scores(k_tile, shared, ring, dp, CONFIG: gl.constexpr):
+    """Wait for a query tile and start S^T = K Q^T [ROWS, COLS] in the registers of dp."""
+    _k_bufs, _v_bufs, q_bufs, _g_bufs = shared.buffers
+    mbarrier.wait(shared.full.index(ring.stage), ring.phase)
+    q_t = streamed_tile(q_bufs, ring.stage, CONFIG).permute((1, 0))
+    return warpgroup_mma(k_tile, q_t, dp, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _unread_before(step, pointers, sizes, consumer: gl.constexpr, CONFIG: gl.constexpr):
+    """Query tiles that the producer loads for a step before the first that this consumer needs."""
+    batch, _head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+    base = tile * (CONSUMERS * CONFIG.ROWS)
+    end = key_end(pointers.lengths, batch, sizes.n_k)
+    first, _, _ = query_tile_range(base, base, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
+    low, _, _ = query_tile_range(
+        base, base + consumer * CONFIG.ROWS, end, sizes, CONFIG.ROWS, CONFIG
+    )
+    return low - first
+
+
+@gluon.jit
+def _write_tile(
+    dk_acc, dv_acc, dk, dv, batch, head, key, end, pointers, shared, scalars,
+    consumer: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Scale and store dK and dV [ROWS, D] of a consumer; `head` is the key head."""
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
+    factor, slope = gradient_factors(end, pointers.gamma, head * CONFIG.GROUP, scalars, CONFIG)
+    values = dv_acc * factor  # [ROWS, D]
+    keys = dk_acc * slope
+    if pointers.lengths is not None:
+        # Padding may hold NaN. No query sees it, so its gradient is 0.
+        rows = key + gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, o_layout))
+        values = gl.where((rows < end)[:, None], values, 0.0)
+        keys = gl.where((rows < end)[:, None], keys, 0.0)
+    store_tile(values, dv, shared.out.index(consumer), batch, head, key)
+    store_tile(keys, dk, shared.out.index(consumer), batch, head, key)
+
+
+@gluon.jit
+def _consumer(
+    dk, dv, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Compute dK and dV of keys [consumer * ROWS, (consumer + 1) * ROWS) of every tile."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    GROUP: gl.constexpr = CONFIG.GROUP
+    k_bufs, v_bufs, q_bufs, g_bufs = shared.buffers
+    offset = sizes.n_k - sizes.n_q
+    steps = tile_count(sizes.items, CONFIG.CAUSAL)
+    resident_phase = 0
+    ring = Ring(0, 0)
+    dp = gl.zeros([CONFIG.ROWS, CONFIG.COLS], gl.float32, s_layout)
+    dk_acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)
+    dv_acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)
+
+    unread = _unread_before(0, pointers, sizes, consumer, CONFIG)
+    if CONFIG.CAUSAL:
+        ring = release_unread(shared, ring, unread, CONFIG.STAGES)
+    mbarrier.wait(shared.resident_full.index(consumer), 0)
+    k_tile = resident_tile(k_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)  # [ROWS, D]
+    s = _start_scores(k_tile, shared, ring, dp, CONFIG)
+    s = warpgroup_mma_wait(0, [s])
+    for step in range(0, steps):
+        batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+        base = tile * (CONSUMERS * CONFIG.ROWS)
+        key = base + consumer * CONFIG.ROWS
+        end = key_end(pointers.lengths, batch, sizes.n_k)
+        # Query tiles from `first` on are loaded, from `low` on this consumer needs them, and from
+        # `unmasked` on they see all of its keys.
+        first, high, _ = query_tile_range(base, base, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
+        low, high, unmasked = query_tile_range(base, key, end, sizes, CONFIG.ROWS, CONFIG)
+        unmasked = gl.minimum(gl.maximum(unmasked, low), high)
+        key_tile = KeyTile(key, offset, low, high)
+        has_more = GROUP * (high - low) > 1
+        query_head = (batch * sizes.heads + head) * GROUP
+
+        # The scores of the first query tile are complete.
+        threshold = scaled_threshold(pointers.threshold, scalars, head * GROUP, CONFIG.SCALE_SCORES)
+        v_tile = resident_tile(v_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)
+        if CONFIG.IN_REGISTERS:
+            release_loaded(shared.resident_empty.index(consumer))
+        p, relu_pow_minus_1 = _weights(
+            s, key_tile, low * CONFIG.COLS, threshold, scalars.scale, CONFIG.CAUSAL, CONFIG
+        )  # pairs, [ROWS, COLS / 2]
+        g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
+        dp = warpgroup_mma(v_tile, g_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
+        if CONFIG.SIGNS:
+            # There are no blocks past the last key.
+            store_signs(
+                p, _sign_block(pointers.signs, query_head, low, key, sizes), key < sizes.n_k
+            )
         dp = warpgroup_mma_wait(0, [dp])
-        terms_tile = terms
-        if GRADS:
-            terms_tile = terms + (h.to(gl.int64) * padded + low * SIDE)
-        ds = sloped(_with_terms(dp, terms_tile, GRADS, s_layout), steep, ROWS, SIDE, POWER)
-        held = at
-        at, phase = next_stage(at, phase, STAGES)
+        terms = 0
+        if CONFIG.ROW_TERMS:
+            terms = pointers.terms + (query_head.to(gl.int64) * sizes.term_rows + low * CONFIG.COLS)
+        ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
+        held = ring.stage
+        ring = advance(ring, CONFIG.STAGES)
+
+        state = QueryLoopState(dk_acc, dv_acc, dp, p, ds, held, ring)
         for member in range(0, GROUP):
-            h = (b * heads + g) * GROUP + member
+            query_head = (batch * sizes.heads + head) * GROUP + member
+            dk_acc, dv_acc, dp, p, ds, held, ring = state
             if GROUP > 1:
-                cut = cut_of(threshold, threshold_value, scale, g * GROUP + member, PRESCALE)
-                if CAUSAL:
-                    many = gl.where(member > 0, low - first, 0)
-                    at, phase = skipped(full, empty, at, phase, many, STAGES)
+                threshold = scaled_threshold(
+                    pointers.threshold, scalars, head * GROUP + member, CONFIG.SCALE_SCORES
+                )
+                if CONFIG.CAUSAL:
+                    unread = gl.where(member > 0, low - first, 0)
+                    ring = release_unread(shared, ring, unread, CONFIG.STAGES)
+            state = QueryLoopState(dk_acc, dv_acc, dp, p, ds, held, ring)
             start = gl.where(member > 0, low, low + 1)
-            # These move along: sums with a tile's number would make it, and masks, 64 bits wide.
-            if GRADS:
-                terms_tile = terms + (h.to(gl.int64) * padded + start * SIDE)
-            blocks = signs
-            if SIGNS:
-                block = h.to(gl.int64) * head_blocks + start.to(gl.int64) * key_blocks + key // 64
-                blocks = signs + block * 256
-            for whole in gl.static_range(2 if CAUSAL else 1):
-                stop = edge if CAUSAL and whole == 0 else high
-                if CAUSAL and not IN_REGISTERS:
-                    # The short loop has addresses of its own: see `opaque`, which costs time.
-                    place = opaque(own_phase * 0 + part) if whole == 0 else part
-                    k_tile = owned(k_bufs, place, ROWS, D, False, a_layout)
-                    v_tile = owned(v_bufs, place, ROWS, D, False, a_layout)
-                for t in range(start, stop):
-                    # These products are of the tile before.
-                    adds = member * (high - low) + t > low + 1
-                    weights = operand(p, ROWS, SIDE, p_layout)
-                    slopes = operand(ds, ROWS, SIDE, p_layout)
-                    dv_acc = warpgroup_mma(
-                        weights, g_bufs.index(held).reshape([SIDE, D]), dv_acc, use_acc=adds,
-                        is_async=True,
-                    )  # fmt: skip
-                    mbarrier.wait(full.index(at), phase)
-                    q_tile = q_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-                    s = warpgroup_mma(k_tile, q_tile, dp, use_acc=False, is_async=True)
-                    dk_acc = warpgroup_mma(
-                        slopes, q_bufs.index(held).reshape([SIDE, D]), dk_acc, use_acc=adds,
-                        is_async=True,
-                    )  # fmt: skip
-                    s, dv_acc = warpgroup_mma_wait(1, [s, dv_acc])
-                    p, steep = _weights(
-                        s, key, t * SIDE, offset, cut, scale, CAUSAL and whole == 0, POWER,
-                        HAS_THRESHOLD, PRESCALE, s_layout,
-                    )  # fmt: skip
-                    g_tile = g_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-                    dp = warpgroup_mma(v_tile, g_tile, s, use_acc=False, is_async=True)
-                    if SIGNS:
-                        leave_signs(p, blocks, key < n_k)
-                        blocks += key_blocks * 256
-                    dp, dk_acc = warpgroup_mma_wait(0, [dp, dk_acc])
-                    ds = sloped(
-                        _with_terms(dp, terms_tile, GRADS, s_layout), steep, ROWS, SIDE, POWER
-                    )
-                    if GRADS:
-                        terms_tile += SIDE
-                    mbarrier.arrive(empty.index(held), count=1)
-                    held = at
-                    at, phase = next_stage(at, phase, STAGES)
-                start = gl.maximum(start, edge)
-        if not IN_REGISTERS:
-            mbarrier.arrive(own_empty.index(part), count=1)
-        own_phase ^= 1
+            # These pointers advance in the loop: computed from a tile's number, they would make
+            # the number and the masks 64 bits wide.
+            if CONFIG.ROW_TERMS:
+                terms = pointers.terms + (
+                    query_head.to(gl.int64) * sizes.term_rows + start * CONFIG.COLS
+                )
+            blocks = 0
+            if CONFIG.SIGNS:
+                blocks = _sign_block(pointers.signs, query_head, start, key, sizes)
+            # With causality a loop over masked tiles, then one over unmasked tiles.
+            for loop in gl.static_range(2 if CONFIG.CAUSAL else 1):
+                stop = unmasked if CONFIG.CAUSAL and loop == 0 else high
+                if CONFIG.CAUSAL and not CONFIG.IN_REGISTERS:
+                    # See `opaque`. It costs time, so the short masked loop gets it.
+                    place = opaque(resident_phase * 0 + consumer) if loop == 0 else consumer
+                    k_tile = resident_tile(k_bufs, place, False, CONFIG)
+                    v_tile = resident_tile(v_bufs, place, False, CONFIG)
+                state, terms, blocks = _query_loop(
+                    state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks,
+                    threshold, scalars.scale, sizes, CONFIG.CAUSAL and loop == 0, CONFIG,
+                )  # fmt: skip
+                start = gl.maximum(start, unmasked)
+        dk_acc, dv_acc, dp, p, ds, held, ring = state
+        if not CONFIG.IN_REGISTERS:
+            mbarrier.arrive(shared.resident_empty.index(consumer), count=1)
+        resident_phase ^= 1
+
+        # dV and dK of the last query tile.
         dv_acc = warpgroup_mma(
-            operand(p, ROWS, SIDE, p_layout), g_bufs.index(held).reshape([SIDE, D]), dv_acc,
-            use_acc=more, is_async=True,
+            as_left_operand(p, p_layout), streamed_tile(g_bufs, held, CONFIG), dv_acc,
+            use_acc=has_more, is_async=True,
         )  # fmt: skip
         dk_acc = warpgroup_mma(
-            operand(ds, ROWS, SIDE, p_layout), q_bufs.index(held).reshape([SIDE, D]), dk_acc,
-            use_acc=more, is_async=True,
+            as_left_operand(ds, p_layout), streamed_tile(q_bufs, held, CONFIG), dk_acc,
+            use_acc=has_more, is_async=True,
         )  # fmt: skip
         dv_acc, dk_acc = warpgroup_mma_wait(0, [dv_acc, dk_acc])
-        mbarrier.arrive(empty.index(held), count=1)
-        # The first scores of the next tile are under way while this one's gradients are written.
-        if CAUSAL:
-            next_b, _, tile = place_of(turn + 1, items, heads, tiles, CAUSAL)
-            next_base = tile * (CONSUMERS * ROWS)
-            next_end = key_end(lengths, next_b, n_k)
-            first, _, _ = query_tiles(
-                next_base, next_base, n_q, n_k, next_end, CONSUMERS * ROWS, SIDE, CAUSAL
-            )
-            low, _, _ = query_tiles(
-                next_base, next_base + part * ROWS, n_q, n_k, next_end, ROWS, SIDE, CAUSAL
-            )
-            many = gl.where(turn + 1 < turns, low - first, 0)
-            at, phase = skipped(full, empty, at, phase, many, STAGES)
-        mbarrier.wait(own_full.index(part), own_phase)
-        k_tile = owned(k_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-        mbarrier.wait(full.index(at), phase)
-        q_tile = q_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-        s = warpgroup_mma(k_tile, q_tile, dp, use_acc=False, is_async=True)
-        factor, slope = out_factor(
-            end, unit, gamma, g * GROUP, length_exponent, scale, ROW_SCALE, POWER, PRESCALE
-        )
-        values = dv_acc * factor
-        keys = dk_acc * slope
-        if lengths is not None:
-            # What padding holds may be NaN; nothing of it is seen.
-            rows = key + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
-            values = gl.where((rows < end)[:, None], values, 0.0)
-            keys = gl.where((rows < end)[:, None], keys, 0.0)
-        stored(values, dv, out_bufs.index(part), b, g, key, ROWS, D)
-        stored(keys, dk, out_bufs.index(part), b, g, key, ROWS, D)
+        mbarrier.arrive(shared.empty.index(held), count=1)
+
+        # Start the first scores of the next step, then write this one's gradients.
+        if CONFIG.CAUSAL:
+            unread = _unread_before(step + 1, pointers, sizes, consumer, CONFIG)
+            unread = gl.where(step + 1 < steps, unread, 0)
+            ring = release_unread(shared, ring, unread, CONFIG.STAGES)
+        mbarrier.wait(shared.resident_full.index(consumer), resident_phase)
+        k_tile = resident_tile(k_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)
+        s = _start_scores(k_tile, shared, ring, dp, CONFIG)
+        _write_tile(
+            dk_acc, dv_acc, dk, dv, batch, head, key, end, pointers, shared, scalars, consumer,
+            CONFIG,
+        )  # fmt: skip
         s = warpgroup_mma_wait(0, [s])
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["items", "heads", "tiles", "n_q", "n_k", "key_blocks", "head_blocks"])
-def specialised_keys_kernel(
-    q, k, v, grad_out, dk, dv, signs, terms, gamma, threshold, lengths, items, heads, tiles, n_q,
-    n_k, key_blocks, head_blocks, padded, scale, unit, threshold_value, length_exponent,
-    GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, SIDE: gl.constexpr,
-    STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
-    GRADS: gl.constexpr, ROW_SCALE: gl.constexpr, SIGNS: gl.constexpr,
+def hopper_dkv_kernel(
+    q, k, v, grad_out, dk, dv, pointers, items, heads, tiles, n_q, n_k, key_blocks, head_blocks,
+    term_rows, scalars, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, [B, Hkv, Tk, D], summed over the query heads of a group: see `keys_kernel`.
+    """dK and dV [B, Hkv, Tk, D], summed over the query heads of a group.
 
-    `heads` are those of keys, `key_blocks` and `head_blocks` sizes of `signs`, `padded` rows of
-    a head in `terms`. ROWS = SIDE = 64 with `SIGNS`.
+    Args:
+        q, k, v, grad_out, dk, dv: TMA descriptors of [B, H, T, D], with tiles of 64 rows.
+        pointers: a BackwardPointers.
+        items .. term_rows: the fields of BackwardSizes; `heads` are key heads.
+        scalars: a Scalars.
+        CONFIG: a BackwardConfig of constexprs.
     """
-    k_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], k.layout)
-    v_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], v.layout)
-    q_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], q.layout)
-    g_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], grad_out.layout)
-    out_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], dk.layout)
-    own_full, own_empty = barriers_of(CONSUMERS, 1)
-    full, empty = barriers_of(STAGES, CONSUMERS)
+    resident_shape: gl.constexpr = [CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
+    streamed_shape: gl.constexpr = [CONFIG.STAGES, 1, 1, CONFIG.COLS, CONFIG.D]
+    k_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, k.layout)
+    v_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, v.layout)
+    q_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, q.layout)
+    g_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, grad_out.layout)
+    out_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, dk.layout)
+    resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
+    full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     buffers = (k_bufs, v_bufs, q_bufs, g_bufs)
-    barriers = (own_full, own_empty, full, empty)
-    # Constants must stand in the lists themselves: in a variable they would become tensors.
+    shared = BackwardShared(buffers, out_bufs, resident_full, resident_empty, full, empty)
+    sizes = BackwardSizes(items, heads, tiles, n_q, n_k, key_blocks, head_blocks, term_rows)
+    # Constexprs stand in the lists themselves: in a variable they would become tensors.
     gl.warp_specialize(
         [
-            (_consumer, (
-                dk, dv, signs, terms, gamma, threshold, lengths, buffers, out_bufs, barriers, items,
-                heads, tiles, n_q, n_k, key_blocks, head_blocks, padded, scale, unit,
-                threshold_value, length_exponent, 0, GROUP, D, ROWS, SIDE, STAGES,
-                IN_REGISTERS, CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, GRADS, ROW_SCALE, SIGNS,
-            )),
-            (_consumer, (
-                dk, dv, signs, terms, gamma, threshold, lengths, buffers, out_bufs, barriers, items,
-                heads, tiles, n_q, n_k, key_blocks, head_blocks, padded, scale, unit,
-                threshold_value, length_exponent, 1, GROUP, D, ROWS, SIDE, STAGES,
-                IN_REGISTERS, CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, GRADS, ROW_SCALE, SIGNS,
-            )),
-            (producer, (
-                k, v, q, grad_out, lengths, buffers, barriers, items, heads, tiles, n_q, n_k,
-                GROUP, D, ROWS, SIDE, STAGES, CAUSAL, True, False,
-            )),
+            (_consumer, (dk, dv, pointers, shared, sizes, scalars, 0, CONFIG)),
+            (_consumer, (dk, dv, pointers, shared, sizes, scalars, 1, CONFIG)),
+            (backward_producer, (k, v, q, grad_out, pointers.lengths, shared, sizes, True, CONFIG)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -1,8 +1,22 @@
-"""Gradients of queries with specialised warps: see `specialised_backward.py`.
+"""Warp-specialised kernel for the gradient of queries, for Hopper.
 
-With `SIGNS` of the weights, which the keys' kernel has left, no scores are made and no queries
-read: dP = dO V' passes where a sign is set.
+It computes what `portable/backward_dq.py` computes. `backward_device.py` describes the partitions
+of warps, shared memory and barriers, which are those of `backward_dkv.py` too.
+
+A CTA owns tiles of 2 * ROWS queries of one head: Q and dO are resident. For each tile it loops over
+the key tiles that the queries see: K and V are streamed.
+
+    S = Q K^T    dP = dO V^T    dQ += dS K
+
+An iteration starts S and dP of this key tile and dQ of the previous one, then computes dS. With
+SIGNS the dK/dV kernel has stored the signs of the weights (power 1): neither S nor Q is needed, and
+dS is dP where the sign is set. The sign words of the next key tile are loaded one iteration ahead.
+
+Registers of a consumer: S and dP [ROWS, COLS] and dQ [ROWS, D] in float32, pairs of dS
+(`bf16_pairs.py`), sign words, and Q and dO [ROWS, D] with IN_REGISTERS.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,235 +29,330 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from reluformer.ops.backends.triton.hopper.backward_device import (
-    barriers_of,
-    out_factor,
-    owned,
-    producer,
-    skipped,
+    BackwardShared,
+    BackwardSizes,
+    allocate_barriers,
+    backward_producer,
+    gradient_factors,
+    release_unread,
+    resident_tile,
+    streamed_tile,
 )
 from reluformer.ops.backends.triton.hopper.bf16_pairs import (
-    operand,
-    row_sums,
-    sign_places,
-    signed,
-    sloped,
-    weighed,
+    as_left_operand,
+    gate_by_signs,
+    partial_pair_sums,
+    relu_powers,
+    score_gradients,
+    sign_pointers,
 )
 from reluformer.ops.backends.triton.hopper.device import (
     CONSUMERS,
-    clean,
-    cut_of,
-    give_back,
+    Bounds,
+    Ring,
+    advance,
     key_end,
-    key_tiles,
-    next_stage,
+    key_tile_counts,
+    mask_keys,
     opaque,
-    place_of,
-    seen,
-    shifted,
-    stored,
-    turns_of,
+    release_loaded,
+    scaled_threshold,
+    shift_scores,
+    store_tile,
+    tile_coordinates,
+    tile_count,
+    zero_padding,
 )
 
 
+class DqLoopState(NamedTuple):
+    """State of a consumer that one key tile leaves to the next."""
+
+    ring: Any
+    """Position of the next key tile."""
+    s: Any
+    """Registers of S, [ROWS, COLS]."""
+    dp: Any
+    """Registers of dP, [ROWS, COLS]."""
+    acc: Any
+    """dQ so far, [ROWS, D]."""
+    words: Any
+    """Sign words of the next key tile, or 0."""
+    blocks: Any
+    """Pointers to these words, or 0."""
+    ds: Any
+    """Pairs of the score gradients of the last key tile, [ROWS, COLS / 2]."""
+    row_shift: Any
+    """Partial sums of dS, [ROWS, 4], or 0."""
+    held: Any
+    """Stage of the last key tile, whose K dQ still needs."""
+
+
 @gluon.jit
-def _slopes(
-    s, dp, words, constant, row, col, offset, end, cut, scale, MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr,
-    PRESCALE: gl.constexpr, GRADS: gl.constexpr, SIGNS: gl.constexpr, TAIL: gl.constexpr,
-    BEHIND: gl.constexpr, LAYOUT: gl.constexpr,
+def _tile_gradients(
+    s, dp, words, row_terms, bounds, col, threshold, scale, MASKED: gl.constexpr,
+    MASK_TAIL: gl.constexpr, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Pairs of gradients of scores, and s and dp when they have been waited for; `BEHIND` dp so
-    many products are under way, and one more after s."""
-    if not SIGNS:
-        s = warpgroup_mma_wait(BEHIND + 1, [s])
-        score = shifted(s, cut, scale, HAS_THRESHOLD, PRESCALE)
+    """(pairs of dS, s, dp) of one key tile, after waiting for the products s and dp.
+
+    Args:
+        s, dp: products in flight, [ROWS, COLS]; s was started just before dp.
+        words: sign words of the tile, with SIGNS.
+        row_terms: [ROWS], with ROW_TERMS.
+        MASKED: whether `bounds` are applied, with MASK_TAIL to dP too.
+        IN_FLIGHT: number of products started after dp.
+    """
+    if not CONFIG.SIGNS:
+        s = warpgroup_mma_wait(IN_FLIGHT + 1, [s])
+        score = shift_scores(s, threshold, scale, CONFIG)  # [ROWS, COLS]
         if MASKED:
-            score = seen(score, row, col, offset, end, CAUSAL, LAYOUT)
-        _, steep = weighed(score, s.shape[0], s.shape[1], POWER)
-    dp = warpgroup_mma_wait(BEHIND, [dp])
-    grad = dp
-    if GRADS:
-        grad = grad + constant[:, None]
-    if MASKED and TAIL and (SIGNS or POWER > 1):
-        # What padding holds may be NaN, and its signs are nobody's.
-        grad = seen(grad, row, col, offset, end, False, LAYOUT)
-    if SIGNS:
-        ds = signed(grad, words, grad.shape[0], grad.shape[1])
+            score = mask_keys(score, bounds, col, CONFIG.CAUSAL)
+        _, relu_pow_minus_1 = relu_powers(score, CONFIG.POWER)
+    dp = warpgroup_mma_wait(IN_FLIGHT, [dp])
+    grad = dp  # [ROWS, COLS]
+    if CONFIG.ROW_TERMS:
+        grad = grad + row_terms[:, None]
+    if MASKED and MASK_TAIL and (CONFIG.SIGNS or CONFIG.POWER > 1):
+        # Padding may hold NaN, and its sign bits are not written.
+        grad = mask_keys(grad, bounds, col, False)
+    if CONFIG.SIGNS:
+        ds = gate_by_signs(grad, words)
     else:
-        ds = sloped(grad, steep, grad.shape[0], grad.shape[1], POWER)
+        ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
     return ds, s, dp
 
 
 @gluon.jit
-def _consumer(
-    dq, row_shift, signs, terms, gamma, threshold, lengths, buffers, out_bufs, barriers, items,
-    heads, tiles, n_q, n_k, key_blocks, head_blocks, padded, scale, unit, threshold_value,
-    length_exponent, part: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, SIDE: gl.constexpr,
-    STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, POWER: gl.constexpr,
-    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, GRADS: gl.constexpr,
-    ROW_SCALE: gl.constexpr, SIGNS: gl.constexpr,
+def _key_loop(
+    state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold, scale,
+    ROW_SHIFT: gl.constexpr, MASKED: gl.constexpr, MASK_TAIL: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Rows `part * ROWS ..` of every tile of queries."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    """dS of key tiles [low, high), and dQ += dS K of the tiles one before: the state after them."""
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    # With a threshold a key that does not exist may have weight, and a gradient of its own.
-    TAIL: gl.constexpr = lengths is not None or row_shift is not None
-    # What is not seen has no sign.
-    EDGES: gl.constexpr = TAIL or (CAUSAL and not SIGNS)
-    q_bufs, g_bufs, k_bufs, v_bufs = buffers
-    own_full, own_empty, full, empty = barriers
-    spare = out_bufs.index(part)
-    offset = n_k - n_q
-    turns = turns_of(items, CAUSAL)
-    own_phase = 0
-    at = 0
-    phase = 0
-    s = gl.zeros([ROWS, SIDE], gl.float32, s_layout)
-    dp = gl.zeros([ROWS, SIDE], gl.float32, s_layout)
-    acc = gl.zeros([ROWS, D], gl.float32, o_layout)
-    words = 0
-    if SIGNS:
-        places = sign_places(signs, dp, ROWS, SIDE)
+    _q_bufs, _g_bufs, k_bufs, v_bufs = shared.buffers
+    ring, s, dp, acc, words, blocks, ds, row_shift, held = state
+    for j in range(low, high):
+        mbarrier.wait(shared.full.index(ring.stage), ring.phase)
+        if not CONFIG.SIGNS:
+            k_t = streamed_tile(k_bufs, ring.stage, CONFIG).permute((1, 0))
+            s = warpgroup_mma(q_tile, k_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
+        v_t = streamed_tile(v_bufs, ring.stage, CONFIG).permute((1, 0))
+        dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
+        adds = j > 1
+        ds_operand = as_left_operand(ds, p_layout)
+        k_held = streamed_tile(k_bufs, held, CONFIG)
+        acc = warpgroup_mma(ds_operand, k_held, acc, use_acc=adds, is_async=True)  # [ROWS, D]
+        if CONFIG.SIGNS:
+            # Of the next tile: a load from global memory takes longer than an iteration's products.
+            blocks += 128
+            next_words = gl.load(blocks)
+        ds, s, dp = _tile_gradients(
+            s, dp, words, row_terms, bounds, j * CONFIG.COLS, threshold, scale, MASKED, MASK_TAIL,
+            1, CONFIG,
+        )  # fmt: skip
+        if CONFIG.SIGNS:
+            words = next_words
+        if ROW_SHIFT:
+            row_shift += partial_pair_sums(ds)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(shared.empty.index(held), count=1)
+        held = ring.stage
+        ring = advance(ring, CONFIG.STAGES)
+    return DqLoopState(ring, s, dp, acc, words, blocks, ds, row_shift, held)
 
-    mbarrier.wait(own_full.index(part), 0)
-    if not SIGNS:
-        q_tile = owned(q_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-    g_tile = owned(g_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-    if IN_REGISTERS:
-        give_back(own_empty.index(part))
-    mbarrier.wait(full.index(0), 0)
-    if SIGNS:
-        b, h, tile = place_of(0, items, heads, tiles, CAUSAL)
-        block = (b * heads + h).to(gl.int64) * head_blocks
-        block += (tile * CONSUMERS + part) * (ROWS // 64) * key_blocks
-        words = gl.load(places + block * 128)
-        v_tile = v_bufs.index(0).reshape([SIDE, D]).permute((1, 0))
-        dp = warpgroup_mma(g_tile, v_tile, dp, use_acc=False, is_async=True)
+
+@gluon.jit
+def _wait_for_resident(shared, phase, consumer: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait for (Q, dO) [ROWS, D] of a consumer; with SIGNS, Q is 0.
+
+    In registers, their buffers are released at once.
+    """
+    q_bufs, g_bufs, _k_bufs, _v_bufs = shared.buffers
+    mbarrier.wait(shared.resident_full.index(consumer), phase)
+    q_tile = 0
+    if not CONFIG.SIGNS:
+        q_tile = resident_tile(q_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)
+    g_tile = resident_tile(g_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)
+    if CONFIG.IN_REGISTERS:
+        release_loaded(shared.resident_empty.index(consumer))
+    return q_tile, g_tile
+
+
+@gluon.jit
+def _start_first_product(
+    q_tile, g_tile, shared, ring, s, dp, words, words_at, step, sizes, consumer: gl.constexpr,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Start the first product of a step, whose first key tile has arrived: (s, dp, words).
+
+    It is S = Q K^T or, with SIGNS, dP = dO V^T; then the sign words of the first key tile are
+    loaded too. `words_at` are pointers from `sign_pointers`.
+    """
+    _q_bufs, _g_bufs, k_bufs, v_bufs = shared.buffers
+    if CONFIG.SIGNS:
+        batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+        block = (batch * sizes.heads + head).to(gl.int64) * sizes.head_blocks
+        block += (tile * CONSUMERS + consumer) * (CONFIG.ROWS // 64) * sizes.key_blocks
+        words = gl.load(words_at + block * 128)
+        v_t = streamed_tile(v_bufs, ring.stage, CONFIG).permute((1, 0))
+        dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
+    else:
+        k_t = streamed_tile(k_bufs, ring.stage, CONFIG).permute((1, 0))
+        s = warpgroup_mma(q_tile, k_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
+    return s, dp, words
+
+
+@gluon.jit
+def _write_tile(
+    acc, row_shift, dq, batch, head, row, end, pointers, shared, sizes, scalars,
+    consumer: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Scale and store dQ [ROWS, D] of a consumer, and the sums of dS [ROWS] if they are wanted."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    _, slope = gradient_factors(end, pointers.gamma, head, scalars, CONFIG)
+    if pointers.row_shift is not None:
+        rows = row + gl.arange(0, CONFIG.ROWS, row_layout)
+        # `slope` contains the derivative of a score by its product, `scale`; a shift has none.
+        sums = gl.convert_layout(gl.sum(row_shift, 1), row_layout) * (slope / scalars.scale)
+        places = pointers.row_shift + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + rows
+        gl.store(places, sums, mask=rows < sizes.n_q)
+    store_tile(acc * slope, dq, shared.out.index(consumer), batch, head, row)
+
+
+@gluon.jit
+def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dQ of rows [consumer * ROWS, (consumer + 1) * ROWS) of every query tile."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    ROW_SHIFT: gl.constexpr = pointers.row_shift is not None
+    # With a threshold, a key that does not exist can have weight and a gradient.
+    MASK_TAIL: gl.constexpr = pointers.lengths is not None or ROW_SHIFT
+    # Keys that are not visible by causality have no sign bit.
+    HAS_MASKED: gl.constexpr = MASK_TAIL or (CONFIG.CAUSAL and not CONFIG.SIGNS)
+    q_bufs, g_bufs, k_bufs, v_bufs = shared.buffers
+    offset = sizes.n_k - sizes.n_q
+    steps = tile_count(sizes.items, CONFIG.CAUSAL)
+    resident_phase = 0
+    ring = Ring(0, 0)
+    s = gl.zeros([CONFIG.ROWS, CONFIG.COLS], gl.float32, s_layout)
+    dp = gl.zeros([CONFIG.ROWS, CONFIG.COLS], gl.float32, s_layout)
+    acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)
+    words = 0
+    words_at = 0
+    if CONFIG.SIGNS:
+        words_at = sign_pointers(pointers.signs, dp)
+
+    q_tile, g_tile = _wait_for_resident(shared, 0, consumer, CONFIG)  # [ROWS, D]
+    mbarrier.wait(shared.full.index(ring.stage), ring.phase)
+    s, dp, words = _start_first_product(
+        q_tile, g_tile, shared, ring, s, dp, words, words_at, 0, sizes, consumer, CONFIG
+    )
+    if CONFIG.SIGNS:
         dp = warpgroup_mma_wait(0, [dp])
     else:
-        k_tile = k_bufs.index(0).reshape([SIDE, D]).permute((1, 0))
-        s = warpgroup_mma(q_tile, k_tile, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s])
-    for turn in range(0, turns):
-        b, h, tile = place_of(turn, items, heads, tiles, CAUSAL)
-        row = tile * (CONSUMERS * ROWS)
-        end = key_end(lengths, b, n_k)
-        count, _ = key_tiles(row, n_q, n_k, end, CONSUMERS * ROWS, SIDE, CAUSAL, True)
-        row += part * ROWS
-        mine, whole = key_tiles(row, n_q, n_k, end, ROWS, SIDE, CAUSAL, TAIL)
-        cut = cut_of(threshold, threshold_value, scale, h, PRESCALE)
-        constant = 0.0
-        if GRADS:
-            rows = row + gl.arange(0, ROWS, row_layout)
-            places_of_terms = terms + (b * heads + h).to(gl.int64) * padded + rows
-            constant = gl.load(places_of_terms, mask=rows < padded, other=0.0)
-        # The first product of the first tile is there.
-        if SIGNS:
-            block = (b * heads + h).to(gl.int64) * head_blocks + row // 64 * key_blocks
-            blocks = places + block * 128 + 128
+    for step in range(0, steps):
+        batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+        row = tile * (CONSUMERS * CONFIG.ROWS)
+        end = key_end(pointers.lengths, batch, sizes.n_k)
+        # Key tiles that the producer loads for both consumers, and those that this one needs.
+        loaded, _ = key_tile_counts(
+            row, sizes.n_q, sizes.n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL,
+            True,
+        )  # fmt: skip
+        row += consumer * CONFIG.ROWS
+        count, unmasked = key_tile_counts(
+            row, sizes.n_q, sizes.n_k, end, CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL, MASK_TAIL
+        )
+        bounds = Bounds(row, offset, end)
+        threshold = scaled_threshold(pointers.threshold, scalars, head, CONFIG.SCALE_SCORES)
+        row_terms = 0.0
+        if CONFIG.ROW_TERMS:
+            rows = row + gl.arange(0, CONFIG.ROWS, row_layout)
+            places = (
+                pointers.terms + (batch * sizes.heads + head).to(gl.int64) * sizes.term_rows + rows
+            )
+            row_terms = gl.load(places, mask=rows < sizes.term_rows, other=0.0)  # [ROWS]
+
+        # The first product of the first key tile is complete.
+        blocks = 0
+        if CONFIG.SIGNS:
+            block = (batch * sizes.heads + head).to(gl.int64) * sizes.head_blocks
+            block += row // 64 * sizes.key_blocks
+            blocks = words_at + block * 128 + 128
             next_words = gl.load(blocks)
         else:
-            v_tile = v_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-            dp = warpgroup_mma(g_tile, v_tile, dp, use_acc=False, is_async=True)
-        ds, s, dp = _slopes(
-            s, dp, words, constant, row, 0, offset, end, cut, scale, EDGES, CAUSAL, POWER,
-            HAS_THRESHOLD, PRESCALE, GRADS, SIGNS, TAIL, 0, s_layout,
+            v_t = streamed_tile(v_bufs, ring.stage, CONFIG).permute((1, 0))
+            dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
+        ds, s, dp = _tile_gradients(
+            s, dp, words, row_terms, bounds, 0, threshold, scalars.scale, HAS_MASKED, MASK_TAIL, 0,
+            CONFIG,
         )  # fmt: skip
-        if SIGNS:
+        if CONFIG.SIGNS:
             words = next_words
-        total = 0.0
-        if row_shift is not None:
-            total = row_sums(ds, ROWS, SIDE)
-        held = at
-        at, phase = next_stage(at, phase, STAGES)
+        row_shift = 0.0
+        if ROW_SHIFT:
+            row_shift = partial_pair_sums(ds)
+        held = ring.stage
+        ring = advance(ring, CONFIG.STAGES)
+
+        # A loop over key tiles that need no mask, then one over those that do.
+        state = DqLoopState(ring, s, dp, acc, words, blocks, ds, row_shift, held)
         low = 1
-        high = mine
-        for edge in gl.static_range(2 if EDGES else 1):
-            if EDGES:
-                if edge == 0:
-                    high = gl.minimum(whole, mine)
+        high = count
+        for loop in gl.static_range(2 if HAS_MASKED else 1):
+            if HAS_MASKED:
+                if loop == 0:
+                    high = gl.minimum(unmasked, count)
                 else:
-                    low = gl.maximum(whole, 1)
-                    high = mine
-                    if not IN_REGISTERS:
-                        place = opaque(own_phase * 0 + part)
-                        if not SIGNS:
-                            q_tile = owned(q_bufs, place, ROWS, D, False, a_layout)
-                        g_tile = owned(g_bufs, place, ROWS, D, False, a_layout)
-            for j in range(low, high):
-                mbarrier.wait(full.index(at), phase)
-                if not SIGNS:
-                    k_tile = k_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-                    s = warpgroup_mma(q_tile, k_tile, s, use_acc=False, is_async=True)
-                v_tile = v_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-                dp = warpgroup_mma(g_tile, v_tile, dp, use_acc=False, is_async=True)
-                acc = warpgroup_mma(
-                    operand(ds, ROWS, SIDE, p_layout), k_bufs.index(held).reshape([SIDE, D]), acc,
-                    use_acc=j > 1, is_async=True,
-                )  # fmt: skip
-                if SIGNS:
-                    # Those of the next tile: memory is far.
-                    blocks += 128
-                    next_words = gl.load(blocks)
-                ds, s, dp = _slopes(
-                    s, dp, words, constant, row, j * SIDE, offset, end, cut, scale, edge == 1,
-                    CAUSAL, POWER, HAS_THRESHOLD, PRESCALE, GRADS, SIGNS, TAIL, 1, s_layout,
-                )  # fmt: skip
-                if SIGNS:
-                    words = next_words
-                if row_shift is not None:
-                    total += row_sums(ds, ROWS, SIDE)
-                acc = warpgroup_mma_wait(0, [acc])
-                mbarrier.arrive(empty.index(held), count=1)
-                held = at
-                at, phase = next_stage(at, phase, STAGES)
-        if not IN_REGISTERS:
-            mbarrier.arrive(own_empty.index(part), count=1)
-        own_phase ^= 1
-        keys = k_bufs.index(held).reshape([SIDE, D])
-        if lengths is not None:
-            # The store of the tile before must have read the buffer: thread 0 knows.
+                    low = gl.maximum(unmasked, 1)
+                    high = count
+                    if not CONFIG.IN_REGISTERS:
+                        place = opaque(resident_phase * 0 + consumer)
+                        if not CONFIG.SIGNS:
+                            q_tile = resident_tile(q_bufs, place, False, CONFIG)
+                        g_tile = resident_tile(g_bufs, place, False, CONFIG)
+            state = _key_loop(
+                state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold,
+                scalars.scale, ROW_SHIFT, loop == 1, MASK_TAIL, CONFIG,
+            )  # fmt: skip
+        ring, s, dp, acc, words, blocks, ds, row_shift, held = state
+        if not CONFIG.IN_REGISTERS:
+            mbarrier.arrive(shared.resident_empty.index(consumer), count=1)
+        resident_phase ^= 1
+
+        # dQ += dS K of the last key tile.
+        k_tile = streamed_tile(k_bufs, held, CONFIG)
+        if pointers.lengths is not None:
+            # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
             gl.thread_barrier()
-            keys = clean(keys, spare.reshape([ROWS, D]), (mine - 1) * SIDE, end, SIDE, D)
+            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+            k_tile = zero_padding(
+                k_tile, buffer, (count - 1) * CONFIG.COLS, end, CONFIG.COLS, CONFIG.D
+            )
         acc = warpgroup_mma(
-            operand(ds, ROWS, SIDE, p_layout), keys, acc, use_acc=mine > 1, is_async=True
-        )
+            as_left_operand(ds, p_layout), k_tile, acc, use_acc=count > 1, is_async=True
+        )  # [ROWS, D]
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index(held), count=1)
-        at, phase = skipped(full, empty, at, phase, count - mine, STAGES)
-        # The first product of the next tile is under way while this one's gradient is written.
-        mbarrier.wait(own_full.index(part), own_phase)
-        if not SIGNS:
-            q_tile = owned(q_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-        g_tile = owned(g_bufs, part, ROWS, D, IN_REGISTERS, a_layout)
-        if IN_REGISTERS:
-            give_back(own_empty.index(part))
-        mbarrier.wait(full.index(at), phase)
-        if SIGNS:
-            next_b, next_h, tile = place_of(turn + 1, items, heads, tiles, CAUSAL)
-            block = (next_b * heads + next_h).to(gl.int64) * head_blocks
-            block += (tile * CONSUMERS + part) * (ROWS // 64) * key_blocks
-            words = gl.load(places + block * 128)
-            v_tile = v_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-            dp = warpgroup_mma(g_tile, v_tile, dp, use_acc=False, is_async=True)
-        else:
-            k_tile = k_bufs.index(at).reshape([SIDE, D]).permute((1, 0))
-            s = warpgroup_mma(q_tile, k_tile, s, use_acc=False, is_async=True)
-        _, slope = out_factor(
-            end, unit, gamma, h, length_exponent, scale, ROW_SCALE, POWER, PRESCALE
+        mbarrier.arrive(shared.empty.index(held), count=1)
+        ring = release_unread(shared, ring, loaded - count, CONFIG.STAGES)
+
+        # Start the first product of the next step, then write this one's gradient.
+        q_tile, g_tile = _wait_for_resident(shared, resident_phase, consumer, CONFIG)
+        mbarrier.wait(shared.full.index(ring.stage), ring.phase)
+        s, dp, words = _start_first_product(
+            q_tile, g_tile, shared, ring, s, dp, words, words_at, step + 1, sizes, consumer, CONFIG
         )
-        if row_shift is not None:
-            rows = row + gl.arange(0, ROWS, row_layout)
-            sums = gl.convert_layout(gl.sum(total, 1), row_layout) * (slope / scale)
-            places_of_sums = row_shift + (b * heads + h).to(gl.int64) * n_q + rows
-            gl.store(places_of_sums, sums, mask=rows < n_q)
-        stored(acc * slope, dq, spare, b, h, row, ROWS, D)
-        if SIGNS:
+        _write_tile(
+            acc, row_shift, dq, batch, head, row, end, pointers, shared, sizes, scalars, consumer,
+            CONFIG,
+        )  # fmt: skip
+        if CONFIG.SIGNS:
             dp = warpgroup_mma_wait(0, [dp])
         else:
             s = warpgroup_mma_wait(0, [s])
@@ -251,52 +360,45 @@ def _consumer(
 
 
 @gluon.jit(do_not_specialize=["items", "heads", "tiles", "n_q", "n_k", "key_blocks", "head_blocks"])
-def specialised_queries_kernel(
-    q, k, v, grad_out, dq, row_shift, signs, terms, gamma, threshold, lengths, items, heads, tiles,
-    n_q, n_k, key_blocks, head_blocks, padded, scale, unit, threshold_value, length_exponent,
-    GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, SIDE: gl.constexpr,
-    STAGES: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, POWER: gl.constexpr,
-    HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr, GRADS: gl.constexpr,
-    ROW_SCALE: gl.constexpr, SIGNS: gl.constexpr,
+def hopper_dq_kernel(
+    q, k, v, grad_out, dq, pointers, items, heads, tiles, n_q, n_k, key_blocks, head_blocks,
+    term_rows, scalars, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dQ [B, H, Tq, D] and, if it is there, `row_shift` [B, H, Tq], the sum of dS: see
-    `queries_kernel`, for the sizes `specialised_keys_kernel`.
+    """dQ [B, H, Tq, D] and, if `pointers` has it, `row_shift` [B, H, Tq]: the sum of dS per row.
 
-    `signs` are int32 here. ROWS = SIDE = 64 with `SIGNS`.
+    Args:
+        q, k, v, grad_out, dq: TMA descriptors of [B, H, T, D], with tiles of 64 rows.
+        pointers: a BackwardPointers.
+        items .. term_rows: the fields of BackwardSizes; `heads` are query heads.
+        scalars: a Scalars.
+        CONFIG: a BackwardConfig of constexprs.
     """
-    g_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], grad_out.layout)
+    resident_shape: gl.constexpr = [CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
+    streamed_shape: gl.constexpr = [CONFIG.STAGES, 1, 1, CONFIG.COLS, CONFIG.D]
+    g_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, grad_out.layout)
     q_bufs = g_bufs
-    if not SIGNS:
-        q_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], q.layout)
-    k_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], k.layout)
-    v_bufs = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, SIDE, D], v.layout)
-    out_bufs = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, ROWS, D], dq.layout)
-    own_full, own_empty = barriers_of(CONSUMERS, 1)
-    full, empty = barriers_of(STAGES, CONSUMERS)
+    if not CONFIG.SIGNS:
+        q_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, q.layout)
+    k_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, k.layout)
+    v_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, v.layout)
+    out_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, dq.layout)
+    resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
+    full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     buffers = (q_bufs, g_bufs, k_bufs, v_bufs)
-    barriers = (own_full, own_empty, full, empty)
-    # Constants must stand in the lists themselves: in a variable they would become tensors.
+    shared = BackwardShared(buffers, out_bufs, resident_full, resident_empty, full, empty)
+    sizes = BackwardSizes(items, heads, tiles, n_q, n_k, key_blocks, head_blocks, term_rows)
+    # Constexprs stand in the lists themselves: in a variable they would become tensors.
     gl.warp_specialize(
         [
-            (_consumer, (
-                dq, row_shift, signs, terms, gamma, threshold, lengths, buffers, out_bufs, barriers,
-                items, heads, tiles, n_q, n_k, key_blocks, head_blocks, padded, scale, unit,
-                threshold_value, length_exponent, 0, D, ROWS, SIDE, STAGES, IN_REGISTERS, CAUSAL,
-                POWER, HAS_THRESHOLD, PRESCALE, GRADS, ROW_SCALE, SIGNS,
-            )),
-            (_consumer, (
-                dq, row_shift, signs, terms, gamma, threshold, lengths, buffers, out_bufs, barriers,
-                items, heads, tiles, n_q, n_k, key_blocks, head_blocks, padded, scale, unit,
-                threshold_value, length_exponent, 1, D, ROWS, SIDE, STAGES, IN_REGISTERS, CAUSAL,
-                POWER, HAS_THRESHOLD, PRESCALE, GRADS, ROW_SCALE, SIGNS,
-            )),
-            (producer, (
-                q, grad_out, k, v, lengths, buffers, barriers, items, heads, tiles, n_q, n_k,
-                GROUP, D, ROWS, SIDE, STAGES, CAUSAL, False, SIGNS,
-            )),
+            (_consumer, (dq, pointers, shared, sizes, scalars, 0, CONFIG)),
+            (_consumer, (dq, pointers, shared, sizes, scalars, 1, CONFIG)),
+            (
+                backward_producer,
+                (q, grad_out, k, v, pointers.lengths, shared, sizes, False, CONFIG),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

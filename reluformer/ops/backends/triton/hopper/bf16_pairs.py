@@ -1,59 +1,72 @@
-"""Weights, slopes and their signs by pairs: two neighbours of a row, bfloat16, in one int32.
+"""Weights, score gradients and signs as pairs: two neighbouring columns, bfloat16, in one int32.
 
-What a turn of a loop leaves to the next stays two to a register this way, and one instruction makes
-two weights, gates or gradients. `signs.py` says how the bits of signs lie in memory; here a tile is
-one block of 64 x 64.
+A tile [ROWS, COLS] becomes int32 pairs [ROWS, COLS / 2] with the even column in the low half. The
+state that one iteration of a loop leaves to the next takes half the registers this way, and one
+instruction computes two weights, gates or gradients. `portable/sign_bits.py` describes how sign
+bits lie in memory; here a tile is one block of 64 x 64.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from reluformer.ops.backends.triton.hopper.device import halves
+from reluformer.ops.backends.triton.hopper.device import split_columns
 
 
 @gluon.jit
-def _pairs(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Even and odd columns."""
+def _even_odd(x):
+    """(even, odd) columns of x [ROWS, COLS]; each [ROWS, COLS / 2]."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
     return gl.split(gl.reshape(x, [ROWS, COLS // 2, 2]))
 
 
 @gluon.jit
-def _packed(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    low, high = _pairs(x, ROWS, COLS)
+def _pack(x):
+    """Pairs [ROWS, COLS / 2] of x [ROWS, COLS], float32."""
+    even, odd = _even_odd(x)
     return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, is_pure=True, pack=1
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def weighed(s, ROWS: gl.constexpr, COLS: gl.constexpr, POWER: gl.constexpr):
-    """Pairs of weights max(s, 0)^p, and of max(s, 0)^(p - 1); with power 1 the weights twice."""
+def relu_powers(s, POWER: gl.constexpr):
+    """Pairs of the weights max(s, 0)^p, and of max(s, 0)^(p - 1), from scores s [ROWS, COLS].
+
+    With power 1 the second result is the weights again: their sign is all that is needed.
+    """
     if POWER == 1:
-        low, high = _pairs(s, ROWS, COLS)
+        even, odd = _even_odd(s)  # [ROWS, COLS / 2]
         p = gl.inline_asm_elementwise(
-            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, is_pure=True,
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, is_pure=True,
             pack=1,
         )  # fmt: skip
-        steep = p
+        relu_pow_minus_1 = p
     else:
-        x = gl.maximum(s, 0.0)
-        slope = x
-        if POWER >= 3:
-            slope = x * x
+        x = gl.maximum(s, 0.0)  # [ROWS, COLS]
+        power = x
+        if POWER >= 4:
+            power = x * x
         if POWER == 4:
-            slope = slope * x
+            power = power * x
         if POWER == 8:
-            slope = slope * slope * slope * x
-        p = _packed(x * slope, ROWS, COLS)
-        steep = _packed(slope, ROWS, COLS)
-    return p, steep
+            power = power * power * power * x
+        p = _pack(x * power)
+        relu_pow_minus_1 = _pack(power)
+    return p, relu_pow_minus_1
 
 
 @gluon.jit
-def sloped(dp, steep, ROWS: gl.constexpr, COLS: gl.constexpr, POWER: gl.constexpr):
-    """Pairs of gradients of scores (without the factor p) from those of weights and `weighed`."""
-    low, high = _pairs(dp, ROWS, COLS)
+def score_gradients(dp, relu_pow_minus_1, POWER: gl.constexpr):
+    """Pairs of dS = dP * max(s, 0)^(p - 1), without the factor p.
+
+    Args:
+        dp: gradients of the weights [ROWS, COLS], float32.
+        relu_pow_minus_1: pairs from `relu_powers`.
+    """
+    even, odd = _even_odd(dp)  # [ROWS, COLS / 2]
     if POWER == 1:
+        # dP where the weight is positive, else 0.
         ds = gl.inline_asm_elementwise(
             """{
             .reg .b32 zero, gate;
@@ -62,7 +75,7 @@ def sloped(dp, steep, ROWS: gl.constexpr, COLS: gl.constexpr, POWER: gl.constexp
             cvt.rn.bf16x2.f32 $0, $2, $1;
             and.b32 $0, $0, gate;
             }""",
-            "=r,r,r,r", [low, high, steep], gl.int32, is_pure=True, pack=1,
+            "=r,r,r,r", [even, odd, relu_pow_minus_1], gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
         ds = gl.inline_asm_elementwise(
@@ -74,31 +87,34 @@ def sloped(dp, steep, ROWS: gl.constexpr, COLS: gl.constexpr, POWER: gl.constexp
             mul.f32 right, right, $2;
             cvt.rn.bf16x2.f32 $0, right, left;
             }""",
-            "=r,r,r,r", [low, high, steep], gl.int32, is_pure=True, pack=1,
+            "=r,r,r,r", [even, odd, relu_pow_minus_1], gl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return ds
 
 
 @gluon.jit
-def operand(x, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Pairs as left operand of a product, [ROWS, COLS]: costs nothing."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
+def as_left_operand(pairs, LAYOUT: gl.constexpr):
+    """Pairs [ROWS, COLS / 2] as the left operand [ROWS, COLS] of a product; no instructions."""
+    ROWS: gl.constexpr = pairs.shape[0]
+    COLS: gl.constexpr = 2 * pairs.shape[1]
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), is_pure=True, pack=1
     )
-    x = gl.reshape(gl.join(low, high), [ROWS, COLS])
+    x = gl.reshape(gl.join(even, odd), [ROWS, COLS])
     return gl.convert_layout(x.to(gl.bfloat16, bitcast=True), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def row_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums over the COLS columns of pairs, as far as they lie in one thread: [ROWS, 4]."""
-    left, right = halves(x, ROWS, COLS // 2)
+def partial_pair_sums(pairs):
+    """Partial sums [ROWS, 4], float32, over the columns of pairs [ROWS, COLS / 2]."""
+    left, right = split_columns(pairs)
     added = gl.inline_asm_elementwise(
         "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.int32, is_pure=True, pack=1
     )
-    if COLS > 16:
-        result = row_sums(added, ROWS, COLS // 2)
+    if pairs.shape[1] > 8:
+        result = partial_pair_sums(added)
     else:
+        # bfloat16 is the upper half of float32.
         result = gl.inline_asm_elementwise(
             """{
             .reg .b32 left, right;
@@ -112,8 +128,8 @@ def row_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def _merged(x, ONES: gl.constexpr):
-    """Bits of x[..., 0] where the mask has ones, else of x[..., 1]."""
+def _merge_bits(x, ONES: gl.constexpr):
+    """Bits of x[..., 0] where the mask ONES is set, else of x[..., 1]."""
     left, right = gl.split(x)
     # 0xe4 is (first & third) | (second & ~third).
     return gl.inline_asm_elementwise(
@@ -123,36 +139,42 @@ def _merged(x, ONES: gl.constexpr):
 
 
 @gluon.jit
-def leave_signs(p, block, wanted):
-    """Write a bit for every weight of a block [keys, queries], if `wanted`.
+def store_signs(p, block, condition):
+    """Store one bit per weight: whether it is positive.
 
-    `block` points to its first word, int16. No weight is negative: that it is not zero is another
-    comparison than that of `sloped`, so that no gates are kept from one to the other.
+    Args:
+        p: pairs of weights [64 keys, 32 pairs of queries]. They are not negative, so the test is
+            "not zero". `score_gradients` tests "greater than zero": equal tests would make the
+            compiler keep the gates in registers between the two.
+        block: pointer to the first int16 word of the 64 x 64 block.
+        condition: scalar condition of the store.
     """
     gates = gl.inline_asm_elementwise(
         "{ .reg .b32 zero; mov.b32 zero, 0; set.ne.u32.bf16x2 $0, $1, zero; }",
         "=r,r", [p], gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-    # [w, i, r, j, c // 2] -> [w, r, c // 2, j, i]
+    # Key 16 w + 8 i + r and query pair 4 j + c // 2: [w, i, r, j, c // 2] -> [w, r, c // 2, j, i].
     gates = gl.permute(gl.reshape(gates, [4, 2, 8, 8, 4]), (0, 2, 4, 3, 1))
-    words = _merged(gates, "0x00ff00ff")
-    words = _merged(gl.reshape(words, [4, 8, 4, 4, 2]), "0x55555555")
-    words = _merged(gl.reshape(words, [4, 8, 4, 2, 2]), "0x33333333")
-    words = _merged(words, "0x0f0f0f0f")
+    words = _merge_bits(gates, "0x00ff00ff")  # [4, 8, 4, 8]
+    words = _merge_bits(gl.reshape(words, [4, 8, 4, 4, 2]), "0x55555555")  # [4, 8, 4, 4]
+    words = _merge_bits(gl.reshape(words, [4, 8, 4, 2, 2]), "0x33333333")  # [4, 8, 4, 2]
+    words = _merge_bits(words, "0x0f0f0f0f")  # [w, r, c // 2]
     layout: gl.constexpr = words.type.layout
     w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     places = block + (c * 64 + r // 2 * 8 + w * 2 + r % 2)
-    gl.store(places, words.to(gl.int16), mask=wanted)
-    gl.store(places + 32, (words >> 16).to(gl.int16), mask=wanted)
+    gl.store(places, words.to(gl.int16), mask=condition)
+    gl.store(places + 32, (words >> 16).to(gl.int16), mask=condition)
 
 
 @gluon.jit
-def sign_places(signs, dp, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Where a thread finds the words of its part of dp [queries, keys] in the first block, by
-    pairs (int32): [c, w, r // 2]."""
-    even, _odd = _pairs(dp, ROWS, COLS)
+def sign_pointers(signs, dp):
+    """Pointers [c, w, r // 2] to the int32 words of a thread's part of dp [64 queries, 64 keys].
+
+    They point into the first block of `signs`.
+    """
+    even, _odd = _even_odd(dp)
     even = gl.reshape(even, [8, 8, 4, 2, 4])
     full: gl.constexpr = even.type.layout
     layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, full))
@@ -163,25 +185,28 @@ def sign_places(signs, dp, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def signed(dp, words, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Pairs of gradients dp [queries, keys] where the signs of weights are set, else 0.
+def gate_by_signs(dp, words):
+    """Pairs of dS: dP [64 queries, 64 keys] where the sign bit of the weight is set, else 0.
 
-    Bit 16 (r % 2) + 8 i + j moves to the end of its byte, from where a permutation of bytes spreads
-    it.
+    `words` [c, w, r // 2] come from `sign_pointers`. Bit 16 (r % 2) + 8 i + j moves to the end of
+    its byte. From there a byte permutation that copies signs spreads it over 16 bits.
     """
-    low, high = _pairs(dp, ROWS, COLS)
-    low = gl.reshape(low, [8, 8, 4, 2, 4])
-    high = gl.reshape(high, [8, 8, 4, 2, 4])
-    layout: gl.constexpr = low.type.layout
+    ROWS: gl.constexpr = dp.shape[0]
+    COLS: gl.constexpr = dp.shape[1]
+    even, odd = _even_odd(dp)
+    even = gl.reshape(even, [8, 8, 4, 2, 4])  # [j, c, w, i, r // 2]
+    odd = gl.reshape(odd, [8, 8, 4, 2, 4])
+    layout: gl.constexpr = even.type.layout
     outer: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, layout))
     inner: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))
     j = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, outer)))
     i = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, inner)))
     ends = words[None, :, :, None, :] << (7 - j)[:, None, None, None, None]
-    bytes = 0xAA88 + 0x1111 * i[None, None, None, :, None]
-    ends, bytes = gl.broadcast(ends, bytes)
-    low, ends = gl.broadcast(low, ends)
-    low, bytes = gl.broadcast(low, bytes)
+    # Digits 8 .. 11 of a byte permutation copy the sign of bytes 0 .. 3.
+    selected = 0xAA88 + 0x1111 * i[None, None, None, :, None]
+    ends, selected = gl.broadcast(ends, selected)
+    even, ends = gl.broadcast(even, ends)
+    even, selected = gl.broadcast(even, selected)
     ds = gl.inline_asm_elementwise(
         """{
         .reg .b32 gate;
@@ -189,6 +214,6 @@ def signed(dp, words, ROWS: gl.constexpr, COLS: gl.constexpr):
         cvt.rn.bf16x2.f32 $0, $2, $1;
         and.b32 $0, $0, gate;
         }""",
-        "=r,r,r,r,r", [low, high, ends, bytes], gl.int32, is_pure=True, pack=1,
+        "=r,r,r,r,r", [even, odd, ends, selected], gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
     return gl.reshape(ds, [ROWS, COLS // 2])

@@ -1,9 +1,15 @@
-"""What the kernels with specialised warps share: their list of work, rings of buffers, addresses.
+"""Device functions that the forward and the backward kernels share.
 
-A program's work is a list of turns, one for each tile that it owns: all of its warps make the same
-list. What a turn needs is computed in the turn: Triton 3.6 was seen to lose the update of a number
-that one turn left to the next (the bound of a loop), and a kernel waited for ever.
+They cover the work list of a persistent CTA, the rings of shared-memory buffers, scores and masks,
+and the store of an output tile.
+
+All partitions of warps of a CTA walk the same work list: tile number `step` of the CTA is a query
+tile (forward, dQ) or a key tile (dK/dV) of one head. Everything that depends on the step is
+computed from `step` inside the loop. Triton 3.6 was seen to lose the update of a loop bound that
+one iteration left to the next, which made a kernel deadlock.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,75 +18,95 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 CONSUMERS = gl.constexpr(2)
 
 
+class Ring(NamedTuple):
+    """Position in a ring of buffers: the stage, and the phase to wait for on its barrier."""
+
+    stage: Any
+    phase: Any
+
+
+class Bounds(NamedTuple):
+    """Limits of the keys that the query rows of a tile see."""
+
+    row: Any
+    """First query row of the tile."""
+    offset: Any
+    """n_k - n_q: with causality, query i sees the keys up to i + offset."""
+    end: Any
+    """Number of keys that exist."""
+
+
 @gluon.jit
-def turns_of(items, PAIRED: gl.constexpr):
-    """How many tiles this program works on."""
+def tile_count(items, PAIRED: gl.constexpr):
+    """Number of tiles that this CTA processes."""
     programs = gl.num_programs(0)
-    turns = (items - gl.program_id(0) + programs - 1) // programs
+    count = (items - gl.program_id(0) + programs - 1) // programs
     if PAIRED:
-        turns *= 2
-    return turns
+        count *= 2
+    return count
 
 
 @gluon.jit
-def place_of(turn, items, heads, tiles, PAIRED: gl.constexpr):
-    """Batch, head and tile of a turn.
+def tile_coordinates(step, sizes, PAIRED: gl.constexpr):
+    """(batch, head, tile of the head) of tile number `step` of this CTA.
 
-    An item is a tile, or a pair of a long and a short one of a head, where rows see more keys the
-    later they come: pairs are equally long. An odd number of tiles gets one of no rows.
+    With causality the work of a tile grows or shrinks along the sequence. `PAIRED` items therefore
+    join a long and a short tile of a head, so that all items take equally long. An odd number of
+    tiles is filled up with a tile that has no rows. `sizes` has the scalars `items`, `heads` and
+    `tiles` (per head).
     """
     programs = gl.num_programs(0)
     if PAIRED:
-        item = gl.minimum(gl.program_id(0) + turn // 2 * programs, items - 1)
-        pairs = (tiles + 1) // 2
-        bh = item // pairs
+        item = gl.minimum(gl.program_id(0) + step // 2 * programs, sizes.items - 1)
+        pairs = (sizes.tiles + 1) // 2
+        batch_head = item // pairs
         short = item % pairs
-        tile = gl.where(turn % 2 == 0, 2 * pairs - 1 - short, short)
+        tile = gl.where(step % 2 == 0, 2 * pairs - 1 - short, short)
     else:
-        item = gl.minimum(gl.program_id(0) + turn * programs, items - 1)
-        bh = item // tiles
-        tile = item % tiles
-    return bh // heads, bh % heads, tile
+        item = gl.minimum(gl.program_id(0) + step * programs, sizes.items - 1)
+        batch_head = item // sizes.tiles
+        tile = item % sizes.tiles
+    return batch_head // sizes.heads, batch_head % sizes.heads, tile
 
 
 @gluon.jit
-def key_end(lengths, b, n_k):
-    """How many keys of a batch exist."""
+def key_end(lengths, batch, n_k):
+    """Number of keys that exist in a sequence of the batch."""
     end = n_k
     if lengths is not None:
-        end = gl.minimum(gl.maximum(gl.load(lengths + b).to(gl.int32), 0), n_k)
+        end = gl.minimum(gl.maximum(gl.load(lengths + batch).to(gl.int32), 0), n_k)
     return end
 
 
 @gluon.jit
-def key_tiles(
+def key_tile_counts(
     row, n_q, n_k, end, ROWS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
-    TAIL: gl.constexpr,
+    MASK_TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles that rows [row, row + ROWS) meet, at least one; how many of them need no mask."""
+    """(key tiles that query rows [row, row + ROWS) see, at least 1; how many need no mask)."""
     high = end
-    whole = end // KEYS if TAIL else (end + KEYS - 1) // KEYS
+    unmasked = end // KEYS if MASK_TAIL else (end + KEYS - 1) // KEYS
     if CAUSAL:
         offset = n_k - n_q
         high = gl.minimum(high, gl.maximum(gl.minimum(row + ROWS, n_q) + offset, 0))
-        whole = gl.minimum(whole, gl.maximum(row + offset + 1, 0) // KEYS)
+        unmasked = gl.minimum(unmasked, gl.maximum(row + offset + 1, 0) // KEYS)
     count = gl.where(row < n_q, (high + KEYS - 1) // KEYS, 0)
-    return gl.maximum(count, 1), gl.minimum(whole, count)
+    return gl.maximum(count, 1), gl.minimum(unmasked, count)
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The next place in a ring and its phase."""
-    wrap = stage + 1 == STAGES
-    return gl.where(wrap, 0, stage + 1), gl.where(wrap, phase ^ 1, phase)
+def advance(ring, STAGES: gl.constexpr):
+    """The next position in a ring; the phase flips when the ring wraps around."""
+    wrap = ring.stage + 1 == STAGES
+    return Ring(gl.where(wrap, 0, ring.stage + 1), gl.where(wrap, ring.phase ^ 1, ring.phase))
 
 
 @gluon.jit
-def give_back(empty):
-    """Say that a buffer has been read into registers.
+def release_loaded(empty):
+    """Arrive on `empty` for a buffer that has been loaded into registers.
 
-    Such reads may still be under way when a barrier is over, and zeros for rows past the end of a
-    tensor come at once: seen in three runs of a hundred.
+    The loads may still be under way after a plain barrier, and the zeros that TMA writes for rows
+    past the end of a tensor arrive at once. Without the fence 3 runs of 100 were wrong.
     """
     fence_async_shared()
     gl.thread_barrier()
@@ -89,10 +115,10 @@ def give_back(empty):
 
 @gluon.jit
 def opaque(x):
-    """The same number, of which the assembler does not know that it is the same.
+    """A copy of the scalar x that the assembler cannot identify with x.
 
-    It keeps addresses of a loop's operands for the loop after it even where the first ran no turn
-    and never made them (CUDA 12.8's, which Triton 3.6 brings).
+    ptxas of CUDA 12.8, which Triton 3.6 ships, reuses the operand addresses of one loop in the loop
+    after it, even on paths where the first loop ran no iteration and never computed them.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
@@ -100,65 +126,70 @@ def opaque(x):
 
 
 @gluon.jit
-def clean(values, spare, col, end, KEYS: gl.constexpr, D: gl.constexpr):
-    """A copy of a value tile in a buffer of the consumer's own, zeros from key `end` on: what
-    padding holds may be NaN, and 0 * NaN is NaN."""
+def zero_padding(tile, buffer, col, end, KEYS: gl.constexpr, D: gl.constexpr):
+    """Copy a K or V tile [KEYS, D] to a buffer of the consumer, with zeros from key `end` on.
+
+    Padding may hold NaN, and 0 * NaN is NaN. `col` is the first key of the tile.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    rows = col + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    tile = values.load(layout)
-    zeros = gl.zeros([KEYS, D], tile.dtype, layout)
-    copy = spare.slice(0, KEYS, dim=0)
-    copy.store(gl.where((rows < end)[:, None], tile, zeros))
+    keys = col + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    x = tile.load(layout)  # [KEYS, D]
+    zeros = gl.zeros([KEYS, D], x.dtype, layout)
+    copy = buffer.slice(0, KEYS, dim=0)
+    copy.store(gl.where((keys < end)[:, None], x, zeros))
     fence_async_shared()
     gl.thread_barrier()
     return copy
 
 
 @gluon.jit
-def stored(out, target, buf, b, h, row, ROWS: gl.constexpr, D: gl.constexpr):
-    """Send [ROWS, D] to memory, through a buffer whose last content must have been read."""
-    # Thread 0 knows, the others wait for it.
+def store_tile(x, target, buffer, batch, head, row):
+    """Store x [ROWS, D] as bfloat16 to rows `row ..` of `target` with TMA, through `buffer`."""
+    # The previous store must have read the buffer. Only thread 0 can wait for it.
     tma.store_wait(0)
     gl.thread_barrier()
-    buf.reshape([ROWS, D]).store(out.to(gl.bfloat16))
+    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(gl.bfloat16))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(target, [b, h, row, 0], buf)
+    tma.async_copy_shared_to_global(target, [batch, head, row, 0], buffer)
 
 
 @gluon.jit
-def cut_of(threshold, threshold_value, scale, h, PRESCALE: gl.constexpr):
-    """The threshold of a head in units of the scores that products give."""
-    cut = threshold_value
+def scaled_threshold(threshold, scalars, head, SCALE_SCORES: gl.constexpr):
+    """Threshold of a head, in units of the scores that the kernel compares it with."""
+    value = scalars.threshold
     if threshold is not None:
-        cut = gl.load(threshold + h).to(gl.float32)
-    if not PRESCALE:
-        cut = cut / scale
-    return cut
+        value = gl.load(threshold + head).to(gl.float32)
+    if not SCALE_SCORES:
+        value = value / scalars.scale
+    return value
 
 
 @gluon.jit
-def shifted(s, cut, scale, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr):
-    """Scores, scaled if their powers ask for it, less the threshold."""
-    if PRESCALE:
+def shift_scores(s, threshold, scale, CONFIG: gl.constexpr):
+    """Products q k, multiplied by `scale` with SCALE_SCORES, minus the threshold; any shape."""
+    if CONFIG.SCALE_SCORES:
         s = s * scale
-    if HAS_THRESHOLD:
-        s = s - cut
+    if CONFIG.HAS_THRESHOLD:
+        s = s - threshold
     return s
 
 
 @gluon.jit
-def seen(x, row, col, offset, end, CAUSAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """x [queries, keys], or 0 where a key does not exist or lies behind a query."""
-    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    visible = (cols < end)[None, :]
+def mask_keys(x, bounds, col, CAUSAL: gl.constexpr):
+    """x [queries, keys from `col` on], or 0 where the key does not exist or is not visible."""
+    layout: gl.constexpr = x.type.layout
+    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    visible = (cols < bounds.end)[None, :]
     if CAUSAL:
-        rows = row + offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+        rows = bounds.row + bounds.offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
         visible = visible & (cols[None, :] <= rows[:, None])
     return gl.where(visible, x, 0.0)
 
 
 @gluon.jit
-def halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Left and right half of the columns."""
+def split_columns(x):
+    """(left, right) half of the columns of x [ROWS, COLS]; each [ROWS, COLS / 2]."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
     return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))

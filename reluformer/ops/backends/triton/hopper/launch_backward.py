@@ -1,4 +1,7 @@
-"""Host side of the specialised backward: which calls it serves, and how it is launched."""
+"""Host side of the Hopper backward kernels: which calls they can run, when they are used, launches.
+
+The launches take their tensors in the same order as the launches of the portable kernels.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,128 +10,163 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import tuning
+from reluformer.ops.backends.triton.hopper.arguments import (
+    BackwardConfig,
+    BackwardPointers,
+    as_constexpr,
+)
 from reluformer.ops.backends.triton.hopper.launch_forward import (
-    SpecialisedLaunch,
-    at_home,
-    items_of,
-    serves,
-    tiles_of,
+    HopperLaunch,
+    can_run,
+    is_supported_gpu,
+    scalars,
+    tiles_per_head,
+    uses_threshold,
+    work_items,
 )
 from reluformer.ops.backends.triton.launch import Launch, processors
-from reluformer.ops.backends.triton.plan import tile_config
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SIDE, WIDEST
 from reluformer.ops.backends.triton.problem import Problem
 
 _SIDE = int(SIDE.value)
-# So many queries and keys have been measured to pay.
+# Number of queries and keys from which on the kernels were measured to be faster.
 _FROM = 256
 
 
-class Buffers(NamedTuple):
-    """Buffers for tiles that are walked, and whether what is owned is held in registers."""
+class Buffering(NamedTuple):
+    """How a backward kernel holds its operands."""
 
     stages: int
+    """Pairs of buffers for streamed tiles."""
     in_registers: bool
+    """Whether resident tiles are held in registers."""
 
 
-# By width of a head: for gradients of keys, of queries, and of queries by signs.
-_KEYS = {64: Buffers(8, True), 128: Buffers(4, False)}
-_QUERIES = {64: Buffers(8, True), 128: Buffers(4, False)}
-_SIGNED = {64: Buffers(8, True), 128: Buffers(5, True)}
+# By head width: for dK/dV, for dQ, and for dQ from signs.
+_DKV = {64: Buffering(8, True), 128: Buffering(4, False)}
+_DQ = {64: Buffering(8, True), 128: Buffering(4, False)}
+_DQ_FROM_SIGNS = {64: Buffering(8, True), 128: Buffering(5, True)}
 
 
-def suits(problem: Problem, level: int, tensors: Sequence[Tensor], *, signs_pay: bool) -> bool:
-    """Whether the specialised kernels serve a call, all of whose tiled tensors these are, and pay.
+class DkvLaunch(HopperLaunch):
+    """Launch that takes the same tensors as a launch of the portable dK/dV kernel."""
 
-    `level` is that of its gradients; `signs_pay` says that the plain kernels would keep signs.
+    def __call__(self, *tensors: Any) -> None:
+        """Run on q, k, v, grad_out, dk, dv, signs, terms, count, row_sum and an OptionalInputs."""
+        *tiled, signs, terms, _count, _row_sum, optional = tensors
+        super().__call__(*tiled, BackwardPointers(None, signs, terms, *optional[:3]))
+
+
+class DqLaunch(HopperLaunch):
+    """Launch of the dQ kernel."""
+
+    def __call__(self, *tensors: Any) -> None:
+        """Run on q, k, v, grad_out, dq, row_shift, signs, terms and an OptionalInputs."""
+        *tiled, row_shift, signs, terms, optional = tensors
+        super().__call__(*tiled, BackwardPointers(row_shift, signs, terms, *optional[:3]))
+
+
+def should_use(problem: Problem, level: int, tensors: Sequence[Tensor], *, signs_pay: bool) -> bool:
+    """Whether the Hopper kernels run a backward: they can, and are faster or were requested.
+
+    Args:
+        problem: the call.
+        level: `Gradients.level`.
+        tensors: all tensors that the kernels read or write in tiles.
+        signs_pay: whether the portable kernels would store signs of weights.
     """
-    chosen = tuning.current()
-    if chosen.specialised is False or any(name in ("dkv", "dq") for name, _ in chosen.tiles):
+    options = tuning.current()
+    if options.hopper is False or any(name in ("dkv", "dq") for name, _ in options.tiles):
         return False
-    if level > 1 or problem.is_packed or not serves(problem, _KEYS, tensors):
+    if level > 1 or problem.is_packed or not can_run(problem, _DKV, tensors):
         return False
-    if chosen.specialised:
+    if options.hopper:
         return True
-    if signs_pay and not keeps_signs(problem) and not problem.settings.causal:
-        # Six products take less time than seven, and the plain kernels make signs for less.
-        return False
-    heads = min(problem.q.shape[1], problem.k.shape[1])
-    shortest = min(problem.settings.max_q, problem.settings.max_k)
-    enough = items_of(problem, heads, shortest, _SIDE) >= processors(problem.q.device)
-    return at_home(problem.q) and enough and shortest >= _FROM
+    return is_supported_gpu(problem.q) and _is_faster(problem, signs_pay=signs_pay)
 
 
-def keeps_signs(problem: Problem) -> bool:
-    """Whether the specialised kernels are faster with signs than with scores made again."""
+def signs_are_faster(problem: Problem) -> bool:
+    """Whether the Hopper kernels are faster with stored signs than with scores computed again."""
     return problem.q.shape[-1] > 64
 
 
-def keys_launch(
+def dkv_launch(
     problem: Problem, level: int, grad_out: Tensor, dk: Tensor, dv: Tensor, *, signs: bool
 ) -> Launch:
-    """The launch for dk and dv, called with the kernel's tensors."""
-    from reluformer.ops.backends.triton.hopper.backward_dkv import specialised_keys_kernel
+    """The launch for dk and dv."""
+    from reluformer.ops.backends.triton.hopper.backward_dkv import hopper_dkv_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    tiled = [(each, _SIDE) for each in (q, k, v, grad_out, dk, dv)]
+    config = _config(problem, level, _DKV[q.shape[-1]], signs=signs)
+    tiled = (q, k, v, grad_out, dk, dv)
     return _launch(
-        specialised_keys_kernel, problem, _KEYS[q.shape[-1]], tiled, k.shape[1], problem.settings.max_k,
-        level, signs=signs,
-    )  # fmt: skip
+        DkvLaunch, hopper_dkv_kernel, problem, config, tiled, k.shape[1], problem.settings.max_k
+    )
 
 
-def queries_launch(
-    problem: Problem, level: int, grad_out: Tensor, dq: Tensor, *, signs: bool
-) -> Launch:
-    """The launch for dq, called with the kernel's tensors."""
-    from reluformer.ops.backends.triton.hopper.backward_dq import specialised_queries_kernel
+def dq_launch(problem: Problem, level: int, grad_out: Tensor, dq: Tensor, *, signs: bool) -> Launch:
+    """The launch for dq."""
+    from reluformer.ops.backends.triton.hopper.backward_dq import hopper_dq_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    tiled = [(each, _SIDE) for each in (q, k, v, grad_out, dq)]
+    buffering = (_DQ_FROM_SIGNS if signs else _DQ)[q.shape[-1]]
+    config = _config(problem, level, buffering, signs=signs)
+    tiled = (q, k, v, grad_out, dq)
     return _launch(
-        specialised_queries_kernel, problem, (_SIGNED if signs else _QUERIES)[q.shape[-1]], tiled,
-        q.shape[1], problem.settings.max_q, level, signs=signs,
-    )  # fmt: skip
+        DqLaunch, hopper_dq_kernel, problem, config, tiled, q.shape[1], problem.settings.max_q
+    )
+
+
+def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
+    """Whether the Hopper kernels were measured to be faster than the portable ones."""
+    if signs_pay and not signs_are_faster(problem) and not problem.settings.causal:
+        # Six products take less time than seven, and the portable kernels store signs at less cost.
+        return False
+    heads = min(problem.q.shape[1], problem.k.shape[1])
+    shortest = min(problem.settings.max_q, problem.settings.max_k)
+    fills_gpu = work_items(problem, heads, shortest, _SIDE) >= processors(problem.q.device)
+    return fills_gpu and shortest >= _FROM
+
+
+def _config(problem: Problem, level: int, buffering: Buffering, *, signs: bool) -> BackwardConfig:
+    return BackwardConfig(
+        D=problem.q.shape[-1],
+        GROUP=problem.group,
+        ROWS=_SIDE,
+        COLS=_SIDE,
+        STAGES=buffering.stages,
+        IN_REGISTERS=buffering.in_registers,
+        CAUSAL=problem.settings.causal,
+        POWER=problem.settings.power,
+        HAS_THRESHOLD=uses_threshold(problem),
+        SCALE_SCORES=problem.scales_scores,
+        ROW_TERMS=level == 1,
+        GRAD_SCALED=problem.has_row_factors,
+        SIGNS=signs,
+    )
 
 
 def _launch(
+    launch: type[HopperLaunch],
     kernel: Any,
     problem: Problem,
-    buffers: Buffers,
-    tiled: list[tuple[Tensor, int]],
+    config: BackwardConfig,
+    tiled: tuple[Tensor, ...],
     heads: int,
     length: int,
-    level: int,
-    *,
-    signs: bool,
 ) -> Launch:
-    """Of a kernel that owns tiles of a sequence of that length for each of its heads."""
-    items = items_of(problem, heads, length, _SIDE)
-    padded = triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value
+    """The launch of a kernel that owns tiles of `heads` sequences of that length."""
+    items = work_items(problem, heads, length, _SIDE)
+    term_rows = triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value
     key_blocks = triton.cdiv(problem.settings.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
-    # That dO comes with the factors of its rows is what `prescale` means.
-    tile = tuning.Tile(_SIDE, _SIDE, 4, buffers.stages, prescale=True)
-    shared = {**tile_config(problem, tile)._asdict(), "num_warps": 4}
-    shared |= {"PRESCALE": shared["SCALE_SCORES"]}
-    named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "num_warps")
-    return SpecialisedLaunch(
+    return launch(
         kernel,
         min(items, processors(problem.q.device)),
         (
-            items, heads, tiles_of(length, _SIDE), problem.settings.max_q, problem.settings.max_k, key_blocks,
-            padded // _SIDE * key_blocks, padded, problem.settings.scale, problem.unit,
-            problem.settings.threshold_value, problem.settings.length_exponent,
+            items, heads, tiles_per_head(length, _SIDE), problem.settings.max_q, problem.settings.max_k, key_blocks,
+            term_rows // _SIDE * key_blocks, term_rows, scalars(problem)._replace(epsilon=None),
         ),
-        {
-            **{name: shared[name] for name in named},
-            "ROWS": _SIDE,
-            "SIDE": _SIDE,
-            "STAGES": buffers.stages,
-            "IN_REGISTERS": buffers.in_registers,
-            "GRADS": level == 1,
-            "ROW_SCALE": problem.has_row_factors,
-            "SIGNS": signs,
-        },
-        tiled,
+        {"CONFIG": as_constexpr(config), "num_warps": 4},
+        [(tensor, _SIDE) for tensor in tiled],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Host side of the specialised forward: which calls it serves, and how it is launched."""
+"""Host side of the Hopper forward kernel: which calls it can run, when it is used, its launch."""
 
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
@@ -9,8 +9,14 @@ from torch import Tensor
 
 from reluformer.ops.backends.triton import tuning
 from reluformer.ops.backends.triton.descriptors import View, use_descriptors
+from reluformer.ops.backends.triton.hopper.arguments import (
+    ForwardConfig,
+    ForwardPointers,
+    Scalars,
+    as_constexpr,
+)
 from reluformer.ops.backends.triton.launch import Launch, processors
-from reluformer.ops.backends.triton.plan import is_interpreting, tile_config
+from reluformer.ops.backends.triton.plan import is_interpreting
 from reluformer.ops.backends.triton.problem import Problem
 from reluformer.ops.backends.triton.run_packed import (
     MAX_SEQUENCES,
@@ -19,123 +25,130 @@ from reluformer.ops.backends.triton.run_packed import (
     work_list_size,
 )
 
-# Gluon is young: only versions on which the tests have run on a GPU.
-_TESTED = triton.__version__.startswith("3.6.")
-# So many queries and keys it takes to pay, and of causal calls; of width 64 with powers, for which
-# two groups of warps have few instructions to spare.
-_FROM, _CAUSAL_FROM, _POWERS_FROM = 256, 512, 2048
+# Gluon is experimental: only the versions that the tests have run with on a GPU.
+_IS_TESTED_VERSION = triton.__version__.startswith("3.6.")
+# Number of queries and keys from which on the kernel is faster than the portable one: full calls,
+# causal calls, and causal powers at width 64, where the consumers have few instructions to spare.
+_FROM, _CAUSAL_FROM, _CAUSAL_POWERS_FROM = 256, 512, 2048
 
 
-class Tile(NamedTuple):
-    """Rows of each consumer, keys of a tile, buffers for keys and for values, and whether queries
-    are held in registers or in shared memory."""
+class ForwardTile(NamedTuple):
+    """Tile of the forward kernel for one head width."""
 
     rows: int
+    """Query rows of each consumer."""
     keys: int
     stages: int
-    q_registers: bool
+    q_in_registers: bool
 
 
-TILES = {64: Tile(128, 64, 4, False), 128: Tile(64, 64, 4, True)}
-"""By width of a head (benchmarks/tiles.py does not search these)."""
+TILES = {64: ForwardTile(128, 64, 4, False), 128: ForwardTile(64, 64, 4, True)}
+"""Tile by head width. `benchmarks/tiles.py` does not search these."""
 
 
-class SpecialisedLaunch(Launch):
-    """A launch of a kernel with specialised warps."""
+class HopperLaunch(Launch):
+    """Launch of a warp-specialised kernel."""
 
-    def describe(self, tensor: Tensor | None, shape: View) -> Any:
-        """The descriptor that Gluon's kernels take."""
+    def describe(self, tensor: Tensor, view: View) -> Any:
+        """The TMA descriptor that Gluon kernels take."""
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        return TensorDescriptor(tensor, *shape, layout)
+        return TensorDescriptor(tensor, *view, layout)
 
 
-class _ForwardLaunch(SpecialisedLaunch):
-    """One that is called like a launch of the plain forward kernel."""
+class ForwardLaunch(HopperLaunch):
+    """Launch that takes the same tensors as a launch of the portable forward kernel."""
 
-    room = WorkListSize(0, 0)
-    """Of the list of work on packed sequences."""
+    work_size = WorkListSize(0, 0)
+    """Size of the work list of packed sequences."""
 
     def __call__(self, *tensors: Any) -> None:
+        """Run on q, k, v, out, row_sum, log_sum, count and an OptionalInputs."""
         q, k, v, out, row_sum, log_sum, _count, optional = tensors
         gamma, threshold, lengths, _mask, cu_q, cu_k, _seed = optional
         rest = work = None
         if cu_q is not None and cu_k is not None:
-            rows, paired = 2 * self.options["ROWS"], self.options["CAUSAL"]
-            rest, work = out, work_list(cu_q, cu_k, self.room, rows, paired=paired)
-        super().__call__(q, k, v, out, rest, row_sum, log_sum, gamma, threshold, lengths, work)
+            config = self.options["CONFIG"]
+            rows, paired = 2 * config.ROWS.value, config.CAUSAL.value
+            rest, work = out, work_list(cu_q, cu_k, self.work_size, rows, paired=paired)
+        pointers = ForwardPointers(rest, row_sum, log_sum, gamma, threshold, lengths, work)
+        super().__call__(q, k, v, out, pointers)
 
 
-def suits(problem: Problem, statistics: int, out: Tensor) -> bool:
-    """Whether the specialised kernel serves the call, and pays."""
-    forced = tuning.current().specialised
-    if forced is False or any(name == "forward" for name, _ in tuning.current().tiles):
+def should_use(problem: Problem, statistics: int, out: Tensor) -> bool:
+    """Whether the Hopper kernel runs a forward call: it can, and it is faster or was requested.
+
+    Args:
+        problem: the call.
+        statistics: 0 for none, 1 for row sums, 2 for sums of w log w as well.
+        out: the output tensor, [B, H, Tq, D].
+    """
+    requested = tuning.current().hopper
+    if requested is False or any(name == "forward" for name, _ in tuning.current().tiles):
         return False
     if problem.is_packed and (statistics > 1 or problem.sequences > MAX_SEQUENCES):
         return False
-    if not serves(problem, TILES, (problem.q, problem.k, problem.v, out)):
+    if not can_run(problem, TILES, (problem.q, problem.k, problem.v, out)):
         return False
-    if forced:
-        return True
-    if not at_home(out):
-        return False
-    width = problem.q.shape[-1]
-    if statistics > 1 and (width == 64 or problem.settings.entropy_every == 1):
-        # Logarithms of one block in a few can hide behind products that are long enough.
-        return False
-    least = _FROM
-    if problem.settings.causal:
-        least = _POWERS_FROM if width == 64 and problem.settings.power > 1 else _CAUSAL_FROM
-    enough = _items(problem, TILES[width]) >= processors(problem.q.device)
-    return enough and min(problem.settings.max_q, problem.settings.max_k) >= least
+    return bool(requested) or (is_supported_gpu(out) and _is_faster(problem, statistics))
 
 
-def prepared(problem: Problem, statistics: int, out: Tensor) -> SpecialisedLaunch:
-    """The launch for a call that it suits."""
-    from reluformer.ops.backends.triton.hopper.forward import specialised_kernel
+def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaunch:
+    """The launch of the Hopper kernel for a call that `should_use` accepts."""
+    from reluformer.ops.backends.triton.hopper.forward import hopper_forward_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    width = q.shape[-1]
-    tile = TILES[width]
+    tile = TILES[q.shape[-1]]
     items = _items(problem, tile)
-    like = tuning.Tile(tile.rows, tile.keys, 4, tile.stages)
-    shared = {**tile_config(problem, like)._asdict(), "num_warps": 4}
-    shared |= {"PRESCALE": shared["SCALE_SCORES"], "DIVIDE": shared["ROW_NORMALISE"]}
-    named = ("GROUP", "D", "CAUSAL", "POWER", "HAS_THRESHOLD", "PRESCALE", "DIVIDE", "num_warps")
-    made = _ForwardLaunch(
-        specialised_kernel,
+    has_threshold = uses_threshold(problem)
+    config = ForwardConfig(
+        D=q.shape[-1],
+        GROUP=problem.group,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        STAGES=tile.stages,
+        Q_IN_REGISTERS=tile.q_in_registers,
+        CAUSAL=problem.settings.causal,
+        POWER=problem.settings.power,
+        HAS_THRESHOLD=has_threshold,
+        SCALE_SCORES=problem.scales_scores,
+        MASK_TAIL=has_threshold or problem.optional.key_lengths is not None or problem.is_packed,
+        ROW_SUMS=statistics >= 1,
+        ROW_NORMALISE=problem.is_row_normalised,
+        ENTROPY_EVERY=problem.settings.entropy_every if statistics == 2 else 1,
+    )
+    sizes = (items, q.shape[1], tiles_per_head(problem.settings.max_q, tile.rows))
+    launch = ForwardLaunch(
+        hopper_forward_kernel,
         min(items, processors(q.device)),
         (
-            items, q.shape[1], tiles_of(problem.settings.max_q, tile.rows), problem.settings.max_q, problem.settings.max_k,
-            *out.stride()[1:3], problem.settings.scale, problem.unit, problem.settings.threshold_value,
-            problem.settings.length_exponent, problem.epsilon,
+            *sizes,
+            problem.settings.max_q,
+            problem.settings.max_k,
+            tuple(out.stride()[1:3]),
+            scalars(problem),
         ),
-        {
-            **{name: shared[name] for name in named},
-            "ROWS": tile.rows,
-            "KEYS": tile.keys,
-            "STAGES": tile.stages,
-            "Q_REGISTERS": tile.q_registers,
-            "SUMS": statistics >= 1,
-            "EVERY": problem.settings.entropy_every if statistics == 2 else 1,
-        },
+        {"CONFIG": as_constexpr(config), "num_warps": 4},
         [(q, tile.rows), (k, tile.keys), (v, tile.keys), (out, tile.rows)],
-    )  # fmt: skip
+    )
     if problem.is_packed:
-        made.room = _room(problem, tile)
-    return made
+        launch.work_size = _work_size(problem, tile)
+    return launch
 
 
-def serves(problem: Problem, widths: Container[int], tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels with specialised warps for heads of these widths can run a call, all of whose
-    tiled tensors these are."""
-    if (
-        problem.optional.mask is not None
-        or problem.settings.window > 0
-        or problem.settings.dropout_p > 0
-    ):
+def can_run(problem: Problem, widths: Container[int], tensors: Sequence[Tensor]) -> bool:
+    """Whether a Hopper kernel for heads of these widths can run a call.
+
+    Args:
+        problem: the call.
+        widths: head widths that the kernel has tiles for.
+        tensors: all tensors that the kernel reads or writes in tiles.
+    """
+    if problem.optional.mask is not None:
+        return False
+    if problem.settings.window > 0 or problem.settings.dropout_p > 0:
         return False
     width = problem.q.shape[-1]
     if problem.q.dtype != torch.bfloat16 or width != problem.v.shape[-1] or width not in widths:
@@ -143,35 +156,69 @@ def serves(problem: Problem, widths: Container[int], tensors: Sequence[Tensor]) 
     return use_descriptors(tensors)
 
 
-def at_home(tensor: Tensor) -> bool:
-    """Whether GPU and Triton are those for which the kernels with specialised warps are made."""
-    if not _TESTED or is_interpreting() or not tensor.is_cuda or torch.version.hip is not None:
+def is_supported_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor is on a Hopper GPU and Triton is a version the kernels are tested with."""
+    if not _IS_TESTED_VERSION or is_interpreting() or not tensor.is_cuda:
+        return False
+    if torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(tensor.device) == (9, 0)
 
 
-def tiles_of(length: int, rows: int) -> int:
-    """Of a sequence, with so many rows for each of the two consumers."""
+def scalars(problem: Problem) -> Scalars:
+    """The numbers of the rule, as the kernels take them."""
+    settings = problem.settings
+    return Scalars(
+        settings.scale,
+        problem.unit,
+        settings.threshold_value,
+        settings.length_exponent,
+        problem.epsilon,
+    )
+
+
+def uses_threshold(problem: Problem) -> bool:
+    """Whether scores are compared with a threshold other than 0."""
+    return problem.optional.threshold is not None or problem.settings.threshold_value != 0.0
+
+
+def tiles_per_head(length: int, rows: int) -> int:
+    """Number of tiles of a sequence, with `rows` rows for each of the two consumers."""
     return int(triton.cdiv(length, 2 * rows))
 
 
-def items_of(problem: Problem, heads: int, length: int, rows: int) -> int:
-    """Tiles of all heads, or pairs of them where rows see different numbers of keys."""
-    count = tiles_of(length, rows)
-    each = triton.cdiv(count, 2) if problem.settings.causal else count
-    return int(problem.q.shape[0] * heads * each)
+def work_items(problem: Problem, heads: int, length: int, rows: int) -> int:
+    """Number of tiles of all heads; with causality, of pairs of tiles."""
+    tiles = tiles_per_head(length, rows)
+    per_head = triton.cdiv(tiles, 2) if problem.settings.causal else tiles
+    return int(problem.q.shape[0] * heads * per_head)
 
 
-def _items(problem: Problem, tile: Tile) -> int:
-    """Of packed sequences as many as there may be."""
+def _is_faster(problem: Problem, statistics: int) -> bool:
+    """Whether the Hopper kernel was measured to be faster than the portable one."""
+    width = problem.q.shape[-1]
+    if statistics > 1 and (width == 64 or problem.settings.entropy_every == 1):
+        # Only the logarithms of sampled blocks hide behind products, and only long ones.
+        return False
+    shortest = _FROM
+    if problem.settings.causal:
+        shortest = (
+            _CAUSAL_POWERS_FROM if width == 64 and problem.settings.power > 1 else _CAUSAL_FROM
+        )
+    fills_gpu = _items(problem, TILES[width]) >= processors(problem.q.device)
+    return fills_gpu and min(problem.settings.max_q, problem.settings.max_k) >= shortest
+
+
+def _items(problem: Problem, tile: ForwardTile) -> int:
+    """Number of work items; an upper bound for packed sequences."""
     heads = problem.q.shape[1]
     if problem.is_packed:
-        return _room(problem, tile).total * heads
-    return items_of(problem, heads, problem.settings.max_q, tile.rows)
+        return _work_size(problem, tile).total * heads
+    return work_items(problem, heads, problem.settings.max_q, tile.rows)
 
 
-def _room(problem: Problem, tile: Tile) -> WorkListSize:
-    """For the list of work on packed sequences."""
+def _work_size(problem: Problem, tile: ForwardTile) -> WorkListSize:
+    """Size of the work list of packed sequences."""
     tokens, rows = problem.q.shape[2], 2 * tile.rows
     return work_list_size(
         tokens, problem.sequences, problem.settings.max_q, rows, paired=problem.settings.causal

@@ -1,21 +1,51 @@
-"""Weights of the specialised forward, and their sums: tiles in the registers of a consumer."""
+"""Weights of the forward kernel and their row sums, on tiles in the registers of one consumer.
+
+A thread of a consumer holds pairs of neighbouring columns. Sums over a row stay partial, one value
+per thread and place, until the end of the key loop: the kernel reduces them across threads once.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from reluformer.ops.backends.triton.hopper.device import halves, seen, shifted
+from reluformer.ops.backends.triton.hopper.device import mask_keys, shift_scores, split_columns
 
 
 @gluon.jit
-def row_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums over the columns of a bfloat16 tile, as far as they lie in one thread: [ROWS, 8]."""
-    left, right = halves(packed, ROWS, COLS)
+def relu_weights(s, bounds, col, threshold, scale, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+    """Weights max(score, 0)^p in bfloat16, in the layout of the scores.
+
+    Args:
+        s: products q k [ROWS, KEYS] with the keys from `col` on, float32.
+        bounds: which keys the rows see; applied only with `MASKED`.
+        threshold: scalar, from `scaled_threshold`.
+    """
+    s = shift_scores(s, threshold, scale, CONFIG)  # [ROWS, KEYS]
+    if MASKED:
+        s = mask_keys(s, bounds, col, CONFIG.CAUSAL)
+    if CONFIG.POWER > 1:
+        s = gl.maximum(s, 0.0)
+        s = s * s
+    if CONFIG.POWER >= 4:
+        s *= s
+    if CONFIG.POWER == 8:
+        s *= s
+    # Rectifies and converts two values per instruction; the compiler does not find it by itself.
+    return gl.inline_asm_elementwise(
+        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [s], gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def partial_row_sums(w):
+    """Partial sums [ROWS, 8], float32, over the columns of bfloat16 weights w [ROWS, COLS]."""
+    left, right = split_columns(w)  # [ROWS, COLS / 2]
     added = gl.inline_asm_elementwise(
         "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], gl.bfloat16, is_pure=True, pack=2
     )
-    if COLS > 16:
-        result = row_sums(added, ROWS, COLS // 2)
+    if w.shape[1] > 16:
+        result = partial_row_sums(added)
     else:
+        # bfloat16 is the upper half of float32.
         result = gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [added], gl.float32,
             is_pure=True, pack=2,
@@ -24,11 +54,12 @@ def row_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def log_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums of w log2 w over the columns of a bfloat16 tile, as far as they lie in one thread.
+def partial_log_sums(w):
+    """Partial sums [ROWS, 4] of w log2 w over the columns of bfloat16 weights w [ROWS, COLS].
 
-    The least normal number stands for 0, which has no logarithm.
+    The smallest normal number stands for 0 in the logarithm.
     """
+    # Adds the terms of a pair of columns into the even one; the odd one becomes 0.
     terms = gl.inline_asm_elementwise(
         """{
         .reg .b32 pair, least;
@@ -45,45 +76,24 @@ def log_sums(packed, ROWS: gl.constexpr, COLS: gl.constexpr):
         fma.rn.f32 $0, high, high_log, low;
         mov.b32 $1, 0;
         }""",
-        "=r,=r,r", [packed], gl.float32, is_pure=True, pack=2,
+        "=r,=r,r", [w], gl.float32, is_pure=True, pack=2,
     )  # fmt: skip
-    return even_sums(terms, ROWS, COLS)
+    return partial_even_sums(terms)
 
 
 @gluon.jit
-def even_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Sums over the even columns, as far as they lie in one thread: [ROWS, 4]."""
-    even, _odd = gl.split(gl.reshape(x, [ROWS, COLS // 2, 2]))
-    return _folded(even, ROWS, COLS // 2)
+def partial_even_sums(x):
+    """Partial sums [ROWS, 4] over the even columns of x [ROWS, COLS]."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLS: gl.constexpr = x.shape[1]
+    even, _odd = gl.split(gl.reshape(x, [ROWS, COLS // 2, 2]))  # [ROWS, COLS / 2]
+    return _fold(even)
 
 
 @gluon.jit
-def _folded(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    if COLS > 4:
-        left, right = halves(x, ROWS, COLS)
-        x = _folded(left + right, ROWS, COLS // 2)
+def _fold(x):
+    """Add halves of the columns of x [ROWS, COLS] until 4 columns are left, all in one thread."""
+    if x.shape[1] > 4:
+        left, right = split_columns(x)
+        x = _fold(left + right)
     return x
-
-
-@gluon.jit
-def weights_of(
-    score, row, col, offset, end, cut, scale, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    POWER: gl.constexpr, HAS_THRESHOLD: gl.constexpr, PRESCALE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """max(score, 0)^p of what is seen, in bfloat16; [ROWS, KEYS] in the layout of the scores."""
-    score = shifted(score, cut, scale, HAS_THRESHOLD, PRESCALE)
-    if MASKED:
-        score = seen(score, row, col, offset, end, CAUSAL, LAYOUT)
-    if POWER > 1:
-        score = gl.maximum(score, 0.0)
-        square = score * score
-        score = square * score if POWER == 3 else square
-    if POWER >= 4:
-        score *= score
-    if POWER == 8:
-        score *= score
-    # Two values an instruction, which the compiler does not find by itself.
-    return gl.inline_asm_elementwise(
-        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [score], gl.bfloat16, is_pure=True, pack=2
-    )

@@ -1,9 +1,9 @@
-"""The specialised backward against the formula: in slow motion, and on the device (`-m gpu`)."""
+"""Tests of the Hopper backward kernels against the formula: in the emulator, and on a GPU."""
 
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,16 +13,21 @@ from torch import Tensor
 
 from reluformer import relu_attention
 from reluformer.ops.backends.triton import op, run_backward, tuning
-from reluformer.ops.backends.triton.hopper.launch_forward import SpecialisedLaunch
+from reluformer.ops.backends.triton.hopper.arguments import (
+    BackwardConfig,
+    BackwardPointers,
+    Scalars,
+)
+from reluformer.ops.backends.triton.hopper.launch_forward import HopperLaunch
 from tests.ops.backends.triton import gluon_emulator
 from tests.ops.rectified import Case, arguments
 from tests.ops.rectified import check as check_gradients
 
 FOLDER = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper"
-KEYS, QUERIES = FOLDER / "backward_dkv.py", FOLDER / "backward_dq.py"
-SOURCES = (gluon_emulator.kernels(KEYS), gluon_emulator.kernels(QUERIES))
+FILES = (FOLDER / "backward_dkv.py", FOLDER / "backward_dq.py")
+SOURCES = (gluon_emulator.kernels(FILES[0]), gluon_emulator.kernels(FILES[1]))
 SIDE, WIDTH, BATCH = 64, 16, 2
-# Three are the fewest of which one may be held and one given back unread.
+# The fewest: one tile can be held while another is released unread.
 STAGES = 3
 
 
@@ -42,9 +47,10 @@ def gradients(
     seed: int,
     sources: tuple[dict[str, Any], dict[str, Any]] = SOURCES,
 ) -> tuple[list[Tensor], list[Tensor], float]:
-    """(gradients of the kernels, of the reference, the size of the last one's terms).
+    """(gradients of the kernels, of the reference, norm of the rows of the last one).
 
-    Of q, k and v and, if there is one, of the threshold, which adds up all rows and may cancel.
+    The gradients are those of q, k, v and, if there is one, of the threshold. The latter is a sum
+    over all rows, whose terms can cancel.
     """
     torch.manual_seed(seed)
     heads = group if group > 1 else 2
@@ -54,8 +60,8 @@ def gradients(
     grad_sum = torch.randn(BATCH, heads, queries) if sums else None
     gamma = torch.tensor([0.5 + 0.25 * h for h in range(heads)])
     scale = WIDTH**-0.5
-    cuts = None if threshold is None else torch.full((heads,), threshold)
-    # What the host prepares: dO and the terms times the factors of rows that differ.
+    thresholds = None if threshold is None else torch.full((heads,), threshold)
+    # The host multiplies dO and the row terms by the row factors, if these differ.
     per_row = causal or group > 1
     unit = 1.0 if power > 2 else scale**power
     factor = torch.ones(BATCH, heads, queries)
@@ -66,10 +72,10 @@ def gradients(
             n = torch.minimum(n, position.clamp(min=0))
         factor = unit / gamma[:, None] * (n.clamp(min=1) / 2)[:, None] ** -0.5 * (n > 0)[:, None]
     grad = (grad * factor[..., None]).bfloat16()
-    # Its rounding is not the kernels', and would be all that is left where terms cancel.
+    # The reference gets the rounded dO: where terms cancel, its rounding would dominate.
     rounded = torch.where(factor > 0, 1 / factor.double(), 0.0)[..., None] * grad
-    wanted = _expected(
-        [q, k, v], cuts, rounded, grad_sum, scale=scale, causal=causal, power=power,
+    expected = _expected(
+        [q, k, v], thresholds, rounded, grad_sum, scale=scale, causal=causal, power=power,
         gamma=gamma.double(), key_lengths=None if lengths is None else torch.tensor(lengths),
     )  # fmt: skip
     for b, length in enumerate(lengths or ()):
@@ -80,70 +86,73 @@ def gradients(
         terms[..., :queries] = grad_sum * factor
     key_blocks = 2 * math.ceil(keys / 128)
     head_blocks = padded // SIDE * key_blocks
-    # What nobody writes has all signs set.
+    # Sign words that the kernel does not write have all bits set.
     bits = torch.full((256 * (BATCH * heads * head_blocks + 8),), -1, dtype=torch.int16)
-    found = [torch.full_like(each, float("nan")) for each in (q, k, v)]
+    results = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     row_shift = torch.full((BATCH, heads, queries), float("nan"))
     describe = gluon_emulator.Descriptor
-    read = [describe(each, SIDE) for each in (q, k, v, grad)]
-    optional = [
-        None if each is None else gluon_emulator.Pointer(each)
-        for each in (
+    inputs = [describe(x, SIDE) for x in (q, k, v, grad)]
+    config = BackwardConfig(
+        D=WIDTH, GROUP=group, ROWS=SIDE, COLS=SIDE, STAGES=STAGES, IN_REGISTERS=in_registers,
+        CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
+        ROW_TERMS=sums, GRAD_SCALED=per_row, SIGNS=signs,
+    )  # fmt: skip
+    names = ("hopper_dkv_kernel", "hopper_dq_kernel")
+    for at, (resident_heads, length) in enumerate(((kv_heads, keys), (heads, queries))):
+        tiles = math.ceil(length / (2 * SIDE))
+        items = BATCH * resident_heads * (math.ceil(tiles / 2) if causal else tiles)
+        sizes = (items, resident_heads, tiles, queries, keys, key_blocks, head_blocks, padded)
+        tensors = (
+            row_shift if at and thresholds is not None else None,
+            (bits.view(torch.int32) if at else bits) if signs else None,
             terms if sums else None,
             gamma,
-            cuts,
+            thresholds,
             None if lengths is None else torch.tensor(lengths),
         )
-    ]
-    switches = {
-        "GROUP": group, "D": WIDTH, "ROWS": SIDE, "SIDE": SIDE, "STAGES": STAGES,
-        "CAUSAL": causal, "POWER": power, "HAS_THRESHOLD": threshold is not None,
-        "PRESCALE": power > 2, "GRADS": sums, "ROW_SCALE": per_row, "SIGNS": signs,
-        "IN_REGISTERS": in_registers,
-    }  # fmt: skip
-    numbers = (scale, unit, 0.0, 0.5)
-    for at, (owned, length) in enumerate(((kv_heads, keys), (heads, queries))):
-        tiles = math.ceil(length / (2 * SIDE))
-        items = BATCH * owned * (math.ceil(tiles / 2) if causal else tiles)
-        sizes = (items, owned, tiles, queries, keys, key_blocks, head_blocks, padded)
-        words = gluon_emulator.Pointer(bits.view(torch.int32) if at else bits) if signs else None
-        outs: list[Any] = [describe(each, SIDE) for each in (found[:1] if at else found[1:])]
-        if at:
-            outs.append(None if cuts is None else gluon_emulator.Pointer(row_shift))
-        name = ("specialised_keys_kernel", "specialised_queries_kernel")[at]
+        pointers = (None if x is None else gluon_emulator.Pointer(x) for x in tensors)
         gluon_emulator.launch(
-            sources[at][name], min(programs, items), *read, *outs, words, *optional,
-            *map(torch.tensor, sizes), *numbers, seed=seed, **switches,
-        )  # fmt: skip
-    if cuts is not None:
-        found.append(-row_shift.sum((0, 2)))
-    return found, wanted, float(row_shift.norm())
+            sources[at][names[at]],
+            min(programs, items),
+            *inputs,
+            *(describe(x, SIDE) for x in (results[:1] if at else results[1:])),
+            BackwardPointers(*pointers),  # type: ignore[arg-type]
+            *map(torch.tensor, sizes),
+            Scalars(scale, unit, 0.0, 0.5, None),
+            seed=seed,
+            CONFIG=config,
+        )
+    if thresholds is not None:
+        results.append(-row_shift.sum((0, 2)))
+    return results, expected, float(row_shift.norm())
 
 
 def _expected(
     tensors: list[Tensor],
-    cuts: Tensor | None,
+    thresholds: Tensor | None,
     grad: Tensor,
     grad_sum: Tensor | None,
     **options: Any,
 ) -> list[Tensor]:
-    leaves = [each.double().requires_grad_() for each in tensors]
-    if cuts is not None:
-        leaves.append(cuts.double().requires_grad_())
+    """Gradients of the reference for q, k, v and the thresholds."""
+    leaves = [x.double().requires_grad_() for x in tensors]
+    if thresholds is not None:
+        leaves.append(thresholds.double().requires_grad_())
         options["threshold"] = leaves[-1]
-    made = relu_attention(*leaves[:3], **options, return_sums="row_sum", impl="reference")
-    total = (made.output * grad.double()).sum()
+    result = relu_attention(*leaves[:3], **options, return_sums="row_sum", impl="reference")
+    total = (result.output * grad.double()).sum()
     if grad_sum is not None:
-        total = total + (made.sums.row_sum * grad_sum.double()).sum()
+        total = total + (result.sums.row_sum * grad_sum.double()).sum()
     return list(torch.autograd.grad(total, leaves))
 
 
 def check(*args: int, **options: Any) -> None:
-    found, wanted, size = gradients(*args, **options)
-    for name, one, other in zip(("dq", "dk", "dv", "threshold"), found, wanted, strict=False):
+    results, expected, size = gradients(*args, **options)
+    names = ("dq", "dk", "dv", "threshold")
+    for name, result, exact in zip(names, results, expected, strict=False):
         least = max(size, 1e-6) if name == "threshold" else 1e-6
-        far = (one.double() - other).norm() / other.norm().clamp_min(least)
-        assert far < 12e-3, f"{name}: {far:.2e}"
+        error = (result.double() - exact).norm() / exact.norm().clamp_min(least)
+        assert error < 12e-3, f"relative error of {name}: {error:.2e}"
 
 
 @settings(max_examples=16, deadline=None)
@@ -161,7 +170,7 @@ def check(*args: int, **options: Any) -> None:
     in_registers=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_matches_the_formula_whatever_comes_late(
+def test_kernels_in_emulator_match_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
     padded: bool, group: int, sums: bool, signs: bool, in_registers: bool, seed: int,
 ) -> None:  # fmt: skip
@@ -172,56 +181,79 @@ def test_matches_the_formula_whatever_comes_late(
     )  # fmt: skip
 
 
-ARRIVE = "mbarrier.arrive(empty.index(held), count=1)"
-# (file, text, what it becomes): each is a mistake that a GPU might forgive on most days.
+class Mistake(NamedTuple):
+    """A text of a kernel, its wrong replacement, and the error that the emulator must report."""
+
+    file: int
+    """Index in FILES."""
+    right: str
+    wrong: str
+    error: str
+
+
+DEADLOCK = "deadlock"
+ARRIVE = "        mbarrier.arrive(shared.empty.index(held), count=1)\n"
+WAIT_DK = (
+    "        dp, dk = warpgroup_mma_wait(0, [dp, dk])\n"
+    "        ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, "
+    "CONFIG.POWER)\n"
+    "        if CONFIG.ROW_TERMS:\n"
+    "            terms += CONFIG.COLS\n"
+)
+WAIT_DQ = "        acc = warpgroup_mma_wait(0, [acc])\n"
+RELEASE_LOADED = "    gl.thread_barrier()\n    mbarrier.arrive(empty"
+STORE = "    gl.thread_barrier()\n    buffer"
+# On a GPU most runs with such a mistake would still give the right result.
 MISTAKES = {
-    "queries released before they are read": (
-        0, "                    dp, dk_acc = warpgroup_mma_wait(0, [dp, dk_acc])\n",
-        f"                    {ARRIVE}\n"
-        "                    dp, dk_acc = warpgroup_mma_wait(0, [dp, dk_acc])\n",
+    "queries released before they are read": Mistake(
+        0, WAIT_DK + ARRIVE, ARRIVE + WAIT_DK, "relative error of dk"
     ),
-    "keys released before they are read": (
-        1, f"                acc = warpgroup_mma_wait(0, [acc])\n                {ARRIVE}",
-        f"                {ARRIVE}\n                acc = warpgroup_mma_wait(0, [acc])",
+    "keys released before they are read": Mistake(
+        1, WAIT_DQ + ARRIVE, ARRIVE + WAIT_DQ, "relative error of dq"
     ),
-    "a full buffer is filled again": (0, "    phase = 1\n", "    phase = 0\n"),
-    "unread tiles are kept": (1, "phase, count - mine, STAGES)", "phase, count * 0, STAGES)"),
-    "tiles of a group are read by the wrong head": (
-        0, "many = gl.where(member > 0, low - first, 0)", "many = gl.where(member > 0, 0, 0)"
+    "producer waits for empty buffers to be read": Mistake(
+        0, "    ring = Ring(0, 1)\n", "    ring = Ring(0, 0)\n", DEADLOCK
     ),
-    "keys of padding are read": (1, "            keys = clean(", "            clean("),
-    "a gradient is overwritten before it is stored": (
-        0, "    tma.store_wait(0)\n    gl.thread_barrier()\n    buf",
-        "    gl.thread_barrier()\n    buf",
+    "unread tiles are not released": Mistake(
+        1, "ring, loaded - count, CONFIG", "ring, loaded * 0, CONFIG",
+        DEADLOCK,
     ),
-    "keys released before registers have them": (
-        0, "    fence_async_shared()\n    gl.thread_barrier()\n    mbarrier.arrive(empty",
-        "    gl.thread_barrier()\n    mbarrier.arrive(empty",
+    "tiles of a group are read by the wrong head": Mistake(
+        0, "unread = gl.where(member > 0, low - first, 0)", "unread = gl.where(member > 0, 0, 0)",
+        DEADLOCK,
     ),
-    "queries released before registers have them": (
-        1, "    fence_async_shared()\n    gl.thread_barrier()\n    mbarrier.arrive(empty",
-        "    gl.thread_barrier()\n    mbarrier.arrive(empty",
+    "keys of padding are read": Mistake(
+        1, "            k_tile = zero_padding(", "            zero_padding(", "relative error of dq"
+    ),
+    "a gradient is overwritten before it is stored": Mistake(
+        0, f"    tma.store_wait(0)\n{STORE}", STORE, "relative error of d[kv]"
+    ),
+    "keys released before they are in registers": Mistake(
+        0, f"    fence_async_shared()\n{RELEASE_LOADED}", RELEASE_LOADED, "relative error of d[kv]"
+    ),
+    "queries released before they are in registers": Mistake(
+        1, f"    fence_async_shared()\n{RELEASE_LOADED}", RELEASE_LOADED, "relative error of dq"
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    at, *change = MISTAKES[name]
-    broken = gluon_emulator.kernels((KEYS, QUERIES)[at], (change[0], change[1]))
+def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, right, wrong, error = MISTAKES[name]
+    broken = gluon_emulator.kernels(FILES[at], (right, wrong))
     in_registers = "registers" in name
     options: dict[str, Any] = {
         "causal": not in_registers, "power": 1, "threshold": None, "group": 2, "sums": False,
         "lengths": (310, 150) if "padding" in name else None, "signs": False,
         "in_registers": in_registers,
     }  # fmt: skip
-    # With one tile to walk the producer is ready for the next turn at once.
+    # With one streamed tile per step the producer loads the next resident tiles at once.
     sizes = ((600, 40, 1) if at else (40, 600, 1)) if in_registers else (330, 330, 2)
-    check(*sizes, **options, seed=0)
-    monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.5)
     monkeypatch.setattr(gluon_emulator, "PAUSES", (0.0, 0.004))
+    # Control: the kernels without the mistake pass under the same settings.
+    check(*sizes, **options, seed=0)
     sources = (SOURCES[0], broken) if at else (broken, SOURCES[1])
-    with pytest.raises(AssertionError):  # noqa: PT012 (what comes when is a matter of chance)
+    with pytest.raises(AssertionError, match=error):  # noqa: PT012 (the delays are random)
         for seed in range(20):
             check(*sizes, **options, seed=seed, sources=sources)
 
@@ -238,13 +270,13 @@ CASES = [
     Case("model", power=8, threshold=(-8.0, -4.0), row_normalise=1e-4, statistics=1),
     Case("causal model with padding", batch=2, causal=True, key_lengths=(10**6, 70), power=4,
          threshold=(-4.0, -2.0), row_normalise=1e-4),
-    Case("divided", gamma=True, row_normalise=1e-2, statistics=1),
+    Case("row-normalised", gamma=True, row_normalise=1e-2, statistics=1),
     Case("squared", power=2, causal=True, threshold=0.2),
     Case("power eight", power=8, threshold=-4.0, row_normalise=1e-4, statistics=1),
-    Case("power four with padding", batch=2, causal=True, power=4, threshold=-2.0, row_normalise=1e-4,
-         key_lengths=(10**6, 70)),
+    Case("power four with padding", batch=2, causal=True, power=4, threshold=-2.0,
+         row_normalise=1e-4, key_lengths=(10**6, 70)),
 ]  # fmt: skip
-# One, two, three and more tiles of either, parts of tiles, more of one than of the other.
+# One, two, three and more tiles of queries and of keys, partial tiles, unequal lengths.
 LENGTHS = (
     (1, 1), (64, 64), (65, 127), (130, 65), (128, 192), (257, 129), (70, 700), (700, 130),
     (333, 333), (1024, 1024),
@@ -256,11 +288,11 @@ LENGTHS = (
 @pytest.mark.parametrize("sign_bytes", [0, 64 << 20])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_the_formula_on_the_device(case: Case, width: int, sign_bytes: int) -> None:
+def test_kernels_on_gpu_match_reference(case: Case, width: int, sign_bytes: int) -> None:
     run_backward.BACKWARD_LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and (case.gamma or case.row_normalise):
-            # A sum over one row may cancel, a quotient of one weight is 1: rounding is all of it.
+            # A sum over one row can cancel, and one normalised weight is 1: only rounding is left.
             continue
         lengths = case.key_lengths and tuple(min(each, keys) for each in case.key_lengths)
         odd = replace(
@@ -268,15 +300,11 @@ def test_matches_the_formula_on_the_device(case: Case, width: int, sign_bytes: i
         )
         for transposed in (True, False):
             call = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(specialised=True, sign_bytes=sign_bytes):
+            with tuning.override(hopper=True, sign_bytes=sign_bytes):
                 check_gradients(op.attend, call, 9e-3, 18e-3)
-    passes = run_backward.BACKWARD_LAUNCHES.values()
-    launched = {each.kernel.__name__ for launches in passes for each in launches if _special(each)}
-    assert launched >= {"specialised_keys_kernel", "specialised_queries_kernel"}
-
-
-def _special(launch: object) -> bool:
-    return isinstance(launch, SpecialisedLaunch)
+    launches = (x for pair in run_backward.BACKWARD_LAUNCHES.values() for x in pair)
+    launched = {x.kernel.__name__ for x in launches if isinstance(x, HopperLaunch)}
+    assert launched >= {"hopper_dkv_kernel", "hopper_dq_kernel"}
 
 
 @pytest.mark.gpu
@@ -284,19 +312,19 @@ def _special(launch: object) -> bool:
 @pytest.mark.parametrize("sign_bytes", [0, 16 << 20])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_tiles_a_program_give_what_the_plain_kernels_give(
+def test_many_tiles_per_program_match_portable_kernels(
     width: int, causal: bool, sign_bytes: int
 ) -> None:
-    """Twice the same bits, and those of some heads at a time where signs have little memory."""
+    """Two runs give the same bits, also when signs have memory for some heads at a time only."""
     torch.manual_seed(0)
-    made = torch.randn(4, 16, 1111, 16, width, device="cuda").bfloat16()
-    q, k, v, grad = made.transpose(2, 3).unbind()
+    tensors = torch.randn(4, 16, 1111, 16, width, device="cuda").bfloat16()
+    q, k, v, grad = tensors.transpose(2, 3).unbind()
     leaves = [each.detach().requires_grad_() for each in (q, k, v)]
     results = []
-    for specialised in (True, True, False):
-        with tuning.override(specialised=specialised, sign_bytes=sign_bytes):
+    for hopper in (True, True, False):
+        with tuning.override(hopper=hopper, sign_bytes=sign_bytes):
             out = relu_attention(*leaves, causal=causal, impl="triton")
             results.append(torch.autograd.grad(out, leaves, grad))
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
-    for found, plain in zip(results[0], results[2], strict=True):
-        assert (found.float() - plain.float()).norm() <= 4e-3 * plain.float().norm()
+    for result, portable in zip(results[0], results[2], strict=True):
+        assert (result.float() - portable.float()).norm() <= 4e-3 * portable.float().norm()

@@ -1,11 +1,11 @@
-"""The specialised forward against the formula: in slow motion, and on the device (`-m gpu`)."""
+"""Tests of the Hopper forward kernel against the formula: in the emulator, and on a GPU."""
 
 import itertools
 import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from reluformer import relu_attention
 from reluformer.ops import stats
-from reluformer.ops.backends.triton import launch, op, tuning
-from reluformer.ops.backends.triton.hopper.launch_forward import SpecialisedLaunch
-from reluformer.ops.backends.triton.run_packed import work_list, work_list_size
+from reluformer.ops.backends.triton import launch, op, run_packed, tuning
+from reluformer.ops.backends.triton.hopper.arguments import ForwardConfig, ForwardPointers, Scalars
+from reluformer.ops.backends.triton.hopper.launch_forward import HopperLaunch
 from reluformer.ops.call import Call, Packing
 from reluformer.ops.rule import Rectified
 from reluformer.ops.visibility import Visibility
@@ -27,6 +27,16 @@ from tests.ops.rectified import check as check_gradients
 FILE = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper/forward.py"
 SOURCE = gluon_emulator.kernels(FILE)
 ROWS, KEYS, WIDTH, STAGES, BATCH = 32, 16, 16, 2, 2
+
+
+def config(**options: Any) -> ForwardConfig:
+    """A configuration of the kernel with small tiles; a plain full call unless options differ."""
+    plain = ForwardConfig(
+        D=WIDTH, GROUP=1, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES, Q_IN_REGISTERS=False, CAUSAL=False,
+        POWER=1, HAS_THRESHOLD=False, SCALE_SCORES=False, MASK_TAIL=False, ROW_SUMS=False,
+        ROW_NORMALISE=False, ENTROPY_EVERY=1,
+    )  # fmt: skip
+    return plain._replace(**options)
 
 
 def run(
@@ -40,13 +50,13 @@ def run(
     lengths: tuple[int, ...] | None,
     group: int,
     sums: bool,
-    divide: bool,
+    row_normalise: bool,
     in_registers: bool,
     seed: int,
     every: int = 0,
     source: dict[str, Any] = SOURCE,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Any]:
-    """(output, row sums, sums of logarithms of one block in `every`, the reference's results)."""
+    """(output, row sums, sums of w log w of one block in `every`, the reference's results)."""
     torch.manual_seed(seed)
     heads = 2 * group
     q = torch.randn(BATCH, heads, queries, WIDTH).bfloat16()
@@ -57,52 +67,54 @@ def run(
     out = torch.full_like(q, float("nan"))
     row_sum = torch.full((BATCH, heads, queries), float("nan")) if sums else None
     log_sum = torch.full_like(row_sum, float("nan")) if row_sum is not None and every else None
+    gamma = torch.tensor([0.5 + 0.25 * h for h in range(heads)])
+    thresholds = None if threshold is None else torch.full((heads,), threshold)
+    key_lengths = None if lengths is None else torch.tensor(lengths)
     tiles = math.ceil(queries / (2 * ROWS))
     items = BATCH * heads * (math.ceil(tiles / 2) if causal else tiles)
-    pointers = [
-        None if each is None else gluon_emulator.Pointer(each)
-        for each in (
-            row_sum,
-            log_sum,
-            torch.tensor([0.5 + 0.25 * h for h in range(heads)]),
-            None if threshold is None else torch.full((heads,), threshold),
-            None if lengths is None else torch.tensor(lengths),
-        )
-    ]
     scale = WIDTH**-0.5
+    epsilon = 1e-3 if row_normalise else None
     gluon_emulator.launch(
-        source["specialised_kernel"], min(programs, items),
-        gluon_emulator.Descriptor(q, ROWS), gluon_emulator.Descriptor(k, KEYS),
-        gluon_emulator.Descriptor(v, KEYS), gluon_emulator.Descriptor(out, ROWS), None, *pointers, None,
-        items, heads, tiles, queries, keys, 0, 0, scale,
-        1.0 if power > 2 else scale**power, 0.0, 0.5, 1e-3 if divide else None,
-        seed=seed, GROUP=group, D=WIDTH, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES,
-        Q_REGISTERS=in_registers, CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None,
-        PRESCALE=power > 2, SUMS=sums, DIVIDE=divide, EVERY=max(every, 1),
+        source["hopper_forward_kernel"],
+        min(programs, items),
+        *(gluon_emulator.Descriptor(x, n) for x, n in ((q, ROWS), (k, KEYS), (v, KEYS))),
+        gluon_emulator.Descriptor(out, ROWS),
+        pointers(None, row_sum, log_sum, gamma, thresholds, key_lengths, None),
+        *(items, heads, tiles, queries, keys),
+        (0, 0),
+        Scalars(scale, 1.0 if power > 2 else scale**power, 0.0, 0.5, epsilon),
+        seed=seed,
+        CONFIG=config(
+            GROUP=group, Q_IN_REGISTERS=in_registers, CAUSAL=causal, POWER=power,
+            HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
+            MASK_TAIL=threshold is not None or lengths is not None, ROW_SUMS=sums,
+            ROW_NORMALISE=row_normalise, ENTROPY_EVERY=max(every, 1),
+        ),
     )  # fmt: skip
-    exact = (each.nan_to_num().double() for each in (q, k, v))
     expected = relu_attention(
-        *exact, scale=scale, causal=causal, power=power,
-        gamma=torch.tensor([0.5 + 0.25 * h for h in range(heads)]).double(),
-        threshold=threshold or 0.0, row_normalise=1e-3 if divide else None,
-        key_lengths=None if lengths is None else torch.tensor(lengths),
-        return_sums="entropy", impl="reference",
+        *(x.nan_to_num().double() for x in (q, k, v)), scale=scale, causal=causal, power=power,
+        gamma=gamma.double(), threshold=threshold or 0.0, row_normalise=epsilon,
+        key_lengths=key_lengths, return_sums="entropy", impl="reference",
     )  # fmt: skip
     return out, row_sum, log_sum, expected
 
 
+def pointers(*tensors: torch.Tensor | None) -> Any:
+    return ForwardPointers(*(x if x is None else gluon_emulator.Pointer(x) for x in tensors))  # type: ignore[arg-type]
+
+
 def check(*args: int, **options: Any) -> None:
     out, row_sum, log_sum, expected = run(*args, **options)
-    far = (out.double() - expected.output).norm() / expected.output.norm().clamp_min(1e-9)
-    assert far < 6e-3
+    error = (out.double() - expected.output).norm() / expected.output.norm().clamp_min(1e-9)
+    assert error < 6e-3, f"relative error of the output: {error:.1e}"
     if row_sum is not None:
-        wanted = expected.sums.row_sum
-        assert (row_sum.double() - wanted).norm() / wanted.norm().clamp_min(1e-9) < 6e-3
+        exact = expected.sums.row_sum
+        assert (row_sum.double() - exact).norm() / exact.norm().clamp_min(1e-9) < 6e-3
     if row_sum is not None and log_sum is not None:
         sampled = stats.sampled_rows(*log_sum.shape, options["every"], log_sum.device)
-        found = stats.entropy_from_sums(row_sum.double(), log_sum.double())[sampled]
-        wanted = expected.sums.entropy[sampled]
-        assert (found - wanted).norm() <= 1e-2 * wanted.norm() + 1e-3
+        entropy = stats.entropy_from_sums(row_sum.double(), log_sum.double())[sampled]
+        exact = expected.sums.entropy[sampled]
+        assert (entropy - exact).norm() <= 1e-2 * exact.norm() + 1e-3
         assert log_sum[~sampled].eq(0).all()
 
 
@@ -116,20 +128,20 @@ def check(*args: int, **options: Any) -> None:
     threshold=st.sampled_from((None, -0.5, 0.25)),
     padded=st.booleans(),
     group=st.sampled_from((1, 2)),
-    sums=st.sampled_from(("none", "sums", "divided")),
+    sums=st.sampled_from(("none", "sums", "row_normalise")),
     every=st.sampled_from((0, 1, 2)),
     in_registers=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_matches_the_formula_whatever_comes_late(
+def test_kernel_in_emulator_matches_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
     padded: bool, group: int, sums: str, every: int, in_registers: bool, seed: int,
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
     check(
         queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
-        group=group, sums=sums != "none", divide=sums == "divided", in_registers=in_registers,
-        seed=seed, every=every,
+        group=group, sums=sums != "none", row_normalise=sums == "row_normalise",
+        in_registers=in_registers, seed=seed, every=every,
     )  # fmt: skip
 
 
@@ -140,79 +152,99 @@ def test_matches_the_formula_whatever_comes_late(
     causal=st.booleans(),
     in_registers=st.booleans(),
 )
-def test_packed_sequences_keep_to_themselves(
+def test_packed_sequences_in_emulator_match_reference(
     lengths: list[tuple[int, int]], programs: int, causal: bool, in_registers: bool
 ) -> None:
     heads, scale = 2, WIDTH**-0.5
     ends_q, ends_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))
-    # Two rows more than the sequences have: what they hold belongs to nobody.
+    # Two more rows than the sequences have: they must be neither read nor written.
     q = torch.randn(1, heads, ends_q[-1] + 2, WIDTH).bfloat16()
     k, v = (torch.randn(1, heads, ends_k[-1] + 2, WIDTH).bfloat16() for _ in range(2))
     k[:, :, -2:] = v[:, :, -2:] = float("nan")
     out = torch.full_like(q, 7.0)
     row_sum = torch.full((q.shape[2], heads), 7.0)
     longest = max(1, *(each for each, _ in lengths))
-    room = work_list_size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
+    room = run_packed.work_list_size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
     cu = (torch.tensor(each) for each in (ends_q, ends_k))
-    work = work_list(*cu, room, 2 * ROWS, paired=causal)
+    work = run_packed.work_list(*cu, room, 2 * ROWS, paired=causal)
     gluon_emulator.launch(
-        SOURCE["specialised_kernel"], programs, gluon_emulator.Descriptor(q, ROWS),
-        gluon_emulator.Descriptor(k, KEYS), gluon_emulator.Descriptor(v, KEYS),
-        gluon_emulator.Descriptor(out, ROWS), gluon_emulator.Pointer(out), gluon_emulator.Pointer(row_sum),
-        None, None, None, None, gluon_emulator.Pointer(work), None, heads, None, None, None,
-        *out.stride()[1:3], scale, scale, 0.0, 0.5, None, seed=0, GROUP=1, D=WIDTH, ROWS=ROWS,
-        KEYS=KEYS, STAGES=STAGES,
-        Q_REGISTERS=in_registers, CAUSAL=causal, POWER=1, HAS_THRESHOLD=False, PRESCALE=False,
-        SUMS=True, DIVIDE=False, EVERY=1,
-    )  # fmt: skip
+        SOURCE["hopper_forward_kernel"],
+        programs,
+        *(gluon_emulator.Descriptor(x, n) for x, n in ((q, ROWS), (k, KEYS), (v, KEYS))),
+        gluon_emulator.Descriptor(out, ROWS),
+        pointers(out, row_sum, None, None, None, None, work),
+        *(None, heads, None, None, None),
+        out.stride()[1:3],
+        Scalars(scale, scale, 0.0, 0.5, None),
+        CONFIG=config(Q_IN_REGISTERS=in_registers, CAUSAL=causal, MASK_TAIL=True, ROW_SUMS=True),
+    )
     for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        wanted = relu_attention(
+        expected = relu_attention(
             q[:, :, q0:q1].double(), k[:, :, k0:k1].double(), v[:, :, k0:k1].double(),
             causal=causal, return_sums="row_sum", impl="reference",
         )  # fmt: skip
-        found = out[:, :, q0:q1].double()
-        assert (found - wanted.output).norm() <= 6e-3 * wanted.output.norm() + 1e-6
+        error = (out[:, :, q0:q1].double() - expected.output).norm()
+        assert error <= 6e-3 * expected.output.norm() + 1e-6
         sums = row_sum[q0:q1].T.double()
-        assert (sums - wanted.sums.row_sum[0]).norm() <= 6e-3 * sums.norm() + 1e-6
+        assert (sums - expected.sums.row_sum[0]).norm() <= 6e-3 * sums.norm() + 1e-6
     assert (out[:, :, -2:] == 7).all() and (row_sum[-2:] == 7).all()
 
 
-RELEASE_V = "mbarrier.arrive(v_empty.index(v_at), count=1)"
-# Each is a mistake that a GPU might forgive on most days.
+class Mistake(NamedTuple):
+    """A text of the kernel, its wrong replacement, and the error that the emulator must report."""
+
+    right: str
+    wrong: str
+    error: str
+
+
+WRONG_OUTPUT, DEADLOCK = "relative error of the output", "deadlock"
+RELEASE_V = "mbarrier.arrive(shared.v_empty.index(v_ring.stage), count=1)"
+# On a GPU most runs with such a mistake would still give the right result.
 MISTAKES = {
-    "values released before they are read": (
+    "values released before they are read": Mistake(
         f"        acc = warpgroup_mma_wait(0, [acc])\n        {RELEASE_V}",
         f"        {RELEASE_V}\n        acc = warpgroup_mma_wait(0, [acc])",
+        WRONG_OUTPUT,
     ),
-    "a full buffer is filled again": ("    k_phase = 1\n", "    k_phase = 0\n"),
-    "unread tiles are kept": ("for _ in range(mine, count):", "for _ in range(mine, mine):"),
-    "values of padding are read": ("            values = clean(", "            clean("),
-    "an output is overwritten before it is stored": (
-        "    tma.store_wait(0)\n    gl.thread_barrier()\n    buf",
-        "    gl.thread_barrier()\n    buf",
+    "producer waits for empty buffers to be read": Mistake(
+        "    k_ring = Ring(0, 1)\n", "    k_ring = Ring(0, 0)\n", DEADLOCK
     ),
-    "queries released before registers have them": (
+    "unread tiles are not released": Mistake(
+        "for _ in range(low, high):", "for _ in range(low, low):", DEADLOCK
+    ),
+    "values of padding are read": Mistake(
+        "            v_tile = zero_padding(", "            zero_padding(", WRONG_OUTPUT
+    ),
+    "an output is overwritten before it is stored": Mistake(
+        "    tma.store_wait(0)\n    gl.thread_barrier()\n    buffer",
+        "    gl.thread_barrier()\n    buffer",
+        WRONG_OUTPUT,
+    ),
+    "queries released before they are in registers": Mistake(
         "    fence_async_shared()\n    gl.thread_barrier()\n    mbarrier.arrive(empty",
         "    gl.thread_barrier()\n    mbarrier.arrive(empty",
+        WRONG_OUTPUT,
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_slow_motion_sees_a_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = gluon_emulator.kernels(FILE, MISTAKES[name])
+def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong, error = MISTAKES[name]
+    broken = gluon_emulator.kernels(FILE, (right, wrong))
     lengths = (90, 61) if "padding" in name else None
     in_registers = "registers" in name
     options: dict[str, Any] = {
         "causal": not in_registers, "power": 1, "threshold": None, "lengths": lengths, "group": 1,
-        "sums": False, "divide": False, "in_registers": in_registers,
+        "sums": False, "row_normalise": False, "in_registers": in_registers,
     }  # fmt: skip
-    # With few keys the producer is ready for the next queries at once.
+    # With few keys the producer loads the next queries at once.
     sizes = (300, 10, 1) if in_registers else (100, 100, 2)
-    check(*sizes, **options, seed=3)
-    monkeypatch.setattr(gluon_emulator, "PATIENCE", 0.5)
     monkeypatch.setattr(gluon_emulator, "PAUSES", (0.0, 0.004))
-    with pytest.raises(AssertionError):  # noqa: PT012 (what comes when is a matter of chance)
+    # Control: the kernel without the mistake passes under the same settings.
+    check(*sizes, **options, seed=3)
+    with pytest.raises(AssertionError, match=error):  # noqa: PT012 (the delays are random)
         for seed in range(20):
             check(*sizes, **options, seed=seed, source=broken)
 
@@ -231,7 +263,7 @@ CASES = [
 ]
 
 
-# One, two and three tiles of keys, parts of tiles, more queries than keys.
+# One, two and three key tiles, partial tiles, more queries than keys.
 LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024, 1024))
 
 
@@ -239,11 +271,11 @@ LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024
 @on_gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_the_formula_on_the_device(case: Case, width: int) -> None:
+def test_kernel_on_gpu_matches_reference(case: Case, width: int) -> None:
     launch.LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and case.gamma:
-            # Its gradient is a sum over one row, which can cancel: rounding is all of it.
+            # The gradient of gamma sums one row; if the terms cancel, only rounding is left.
             continue
         lengths = case.key_lengths and tuple(min(each, keys) for each in case.key_lengths)
         odd = replace(
@@ -251,30 +283,30 @@ def test_matches_the_formula_on_the_device(case: Case, width: int) -> None:
         )
         for transposed in (True, False):
             given = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(specialised=True):
+            with tuning.override(hopper=True):
                 check_gradients(op.attend, given, 9e-3, 18e-3)
-    assert any(isinstance(each, SpecialisedLaunch) for each in launch.LAUNCHES.values())
+    assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_tiles_a_program_give_what_the_plain_kernel_gives(width: int, causal: bool) -> None:
+def test_many_tiles_per_program_match_portable_kernel(width: int, causal: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(16, 1111, 16, width, device="cuda").bfloat16() for _ in range(3))
     options = {"causal": causal, "impl": "triton", "return_sums": "row_sum"}
     launch.LAUNCHES.clear()
     results = []
-    for specialised in (None, None, False):
-        with tuning.override(specialised=specialised):
+    for hopper in (None, None, False):
+        with tuning.override(hopper=hopper):
             made = relu_attention(*(each.transpose(1, 2) for each in (q, k, v)), **options)
             results.append((made.output, made.sums.row_sum))
-    # By choice at this size.
-    assert any(isinstance(each, SpecialisedLaunch) for each in launch.LAUNCHES.values())
+    # The default choice at this size.
+    assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
-    for found, plain in zip(results[0], results[2], strict=True):
-        assert (found.float() - plain.float()).norm() <= 2e-3 * plain.float().norm()
+    for result, portable in zip(results[0], results[2], strict=True):
+        assert (result.float() - portable.float()).norm() <= 2e-3 * portable.float().norm()
 
 
 @pytest.mark.gpu
@@ -284,8 +316,10 @@ def test_many_tiles_a_program_give_what_the_plain_kernel_gives(width: int, causa
 )
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_on_the_device(width: int, causal: bool, options: dict[str, Any]) -> None:
-    """Some empty, some with more queries than keys, most not of whole tiles, rows of none."""
+def test_packed_sequences_on_gpu_match_reference(
+    width: int, causal: bool, options: dict[str, Any]
+) -> None:
+    """Empty sequences, more queries than keys, partial tiles, and rows of no sequence."""
     torch.manual_seed(0)
     lengths = [(700, 700), (0, 5), (1, 300), (130, 64), (64, 65), (9, 0), (513, 1024), (256, 256)]
     ends = [torch.tensor([0, *itertools.accumulate(side)]) for side in zip(*lengths, strict=True)]
@@ -293,23 +327,24 @@ def test_packed_sequences_on_the_device(width: int, causal: bool, options: dict[
     k, v = (torch.randn(int(ends[1][-1]) + 40, 2, width).bfloat16() for _ in range(2))
     k[-40:] = v[-40:] = float("nan")
     launch.LAUNCHES.clear()
-    with tuning.override(specialised=True):
+    with tuning.override(hopper=True):
         call = Call(
             *(each.cuda() for each in (q, k, v)), Visibility(causal=causal), width**-0.5,
-            return_sums="row_sum", packing=Packing(*(each.int().cuda() for each in ends), 700, 1024),
+            return_sums="row_sum",
+            packing=Packing(*(each.int().cuda() for each in ends), 700, 1024),
         )  # fmt: skip
         out, row_sum, _ = op.attend(call, Rectified(**options))
-    assert any(isinstance(each, SpecialisedLaunch) for each in launch.LAUNCHES.values())
+    assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
     for (q0, q1), (k0, k1) in zip(*(pairwise(each.tolist()) for each in ends), strict=True):
         tensors = (q[q0:q1], k[k0:k1], v[k0:k1])
-        wanted = relu_attention(
+        expected = relu_attention(
             *(each.double().transpose(0, 1)[None] for each in tensors), causal=causal,
             return_sums="row_sum", impl="reference", **options,
         )  # fmt: skip
-        pairs = ((out, wanted.output[0].transpose(0, 1)), (row_sum, wanted.sums.row_sum[0].T))
-        for found, exact in pairs:
-            far = (found[q0:q1].double().cpu() - exact).norm()
-            assert far <= 9e-3 * exact.norm() + 1e-6, (q1 - q0, k1 - k0)
+        pairs = ((out, expected.output[0].transpose(0, 1)), (row_sum, expected.sums.row_sum[0].T))
+        for result, exact in pairs:
+            error = (result[q0:q1].double().cpu() - exact).norm()
+            assert error <= 9e-3 * exact.norm() + 1e-6, (q1 - q0, k1 - k0)
     assert out[-40:].eq(0).all()
 
 
@@ -317,12 +352,12 @@ def test_packed_sequences_on_the_device(width: int, causal: bool, options: dict[
 @on_gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_sampled_entropies_are_those_of_the_plain_kernel(width: int, causal: bool) -> None:
+def test_sampled_entropies_match_portable_kernel(width: int, causal: bool) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 3, 5, 1111, width, device="cuda").bfloat16().unbind()
     results = []
-    for specialised in (True, True, False):
-        with tuning.override(specialised=specialised):
+    for hopper in (True, True, False):
+        with tuning.override(hopper=hopper):
             results.append(
                 op.attend(
                     Call(
@@ -333,14 +368,14 @@ def test_sampled_entropies_are_those_of_the_plain_kernel(width: int, causal: boo
                 )
             )  # fmt: skip
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
-    for found, plain in zip(results[0], results[2], strict=True):
-        assert torch.equal(found == 0, plain == 0)
-        assert (found.float() - plain.float()).norm() <= 4e-3 * plain.float().norm()
+    for result, portable in zip(results[0], results[2], strict=True):
+        assert torch.equal(result == 0, portable == 0)
+        assert (result.float() - portable.float()).norm() <= 4e-3 * portable.float().norm()
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_runs_in_a_graph_without_having_run_before() -> None:
+def test_first_call_can_be_captured_in_cuda_graph() -> None:
     q, k, v = (torch.randn(8, 32, 700, 64, device="cuda").bfloat16() for _ in range(3))
     launch.LAUNCHES.clear()
     eager = relu_attention(q, k, v, causal=True, impl="triton")
