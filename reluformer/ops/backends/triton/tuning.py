@@ -135,7 +135,7 @@ _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 
 
 class Override(NamedTuple):
-    """Choices that tests and benchmarks force; compared by value, so that it can be part of a key."""
+    """Choices that tests and benchmarks force; hashable, so that it can be part of a key."""
 
     tiles: tuple[tuple[Kernel, Tile], ...]
     """Tiles to use instead of those of the table."""

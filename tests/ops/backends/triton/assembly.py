@@ -1,22 +1,26 @@
-"""Mistakes that can be found in compiled code, whatever it was compiled from."""
+"""Mistakes in barriers and addresses that can be found in compiled code."""
 
 import re
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-Known = TypeVar("Known")
+State = TypeVar("State")
 
 
 def unguarded(ptx: str) -> int:
-    """Buffers given back on some path with no barrier between the warps' last read and the one
-    arrival, or after loads with no fence before it: a barrier does not wait for what they read."""
+    """Number of buffers that some path releases too early.
+
+    Between the last read of a buffer by the warps and the arrival on its barrier there must be a
+    barrier of the warps and, after loads into registers, a fence before it: a barrier does not wait
+    for loads.
+    """
     lines = ptx.splitlines()
     labels = {
         found[1]: at for at, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))
     }
 
     def step(at: int, known: frozenset[str]) -> tuple[frozenset[str], list[int]]:
-        """Of what is known: that loads are `over`, and that all warps `wait` for each other."""
+        """Facts after a line (loads are "over", all warps "wait" for each other), next lines."""
         line = lines[at]
         if "ldmatrix" in line:
             known = frozenset()
@@ -27,7 +31,7 @@ def unguarded(ptx: str) -> int:
         elif "bar.sync" in line and "over" in known:
             known |= {"wait"}
         elif "barrier.sync" in line:
-            # All warps, before and after their parts of a program.
+            # All warps of the CTA meet before and after the partitions run.
             known = frozenset({"over", "wait"})
         jump = re.search(r"\bbra(\.uni)?\s+(\$\w+)", line)
         ends = re.search(r"^\s*(ret|exit);", line) or (jump and not line.lstrip().startswith("@"))
@@ -40,9 +44,9 @@ def unguarded(ptx: str) -> int:
 
 
 def unmade(code: str) -> int:
-    """Products one of whose addresses some path reaches without having made it.
+    """Number of products that some path reaches before it has computed one of their addresses.
 
-    The assembler reuses addresses from before a loop that a path goes around.
+    ptxas reuses addresses that were computed in an earlier loop, which a path may skip.
     """
     body: list[tuple[bool, str, str]] = []
     labels: dict[str, int] = {}
@@ -65,13 +69,16 @@ def unmade(code: str) -> int:
 
 
 def _flow(
-    first: Known,
-    step: Callable[[int, Known], tuple[Known, Iterable[int]]],
-    meet: Callable[[Known, Known], Known],
-) -> dict[int, Known]:
-    """What is known before every instruction that can be reached, on whatever path.
+    first: State,
+    step: Callable[[int, State], tuple[State, Iterable[int]]],
+    meet: Callable[[State, State], State],
+) -> dict[int, State]:
+    """Facts that hold before each reachable instruction, whatever path leads to it.
 
-    `step` gives what is known after one, and which may follow it.
+    Args:
+        first: facts at the start.
+        step: gives the facts after an instruction and the instructions that can follow it.
+        meet: facts that hold on two paths.
     """
     known, waiting = {0: first}, [0]
     while waiting:
@@ -95,7 +102,7 @@ def _uniform_results(name: str, rest: str) -> set[int]:
 
 
 def _uniform_operands(name: str, rest: str) -> set[int]:
-    """Uniform registers with the addresses of a product's operands: of both, or of the second."""
+    """Uniform registers with the addresses of a product: of both operands, or of the second."""
     found = re.search(r"gdesc\[UR(\d+)\]", rest)
     if not found or not name.startswith("HGMMA"):
         return set()

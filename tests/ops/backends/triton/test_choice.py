@@ -1,4 +1,4 @@
-"""Which calls the kernels with specialised warps serve on a Hopper GPU, as if there were one."""
+"""Which calls run on the Hopper kernels; a Hopper GPU is pretended."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.ops.backends.triton.problems import with_changes
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch_forward, launch_backward):
-        monkeypatch.setattr(module, "at_home", lambda tensor: True)
+        monkeypatch.setattr(module, "is_supported_gpu", lambda tensor: True)
 
 
 def problem(width: int, n: int, *, batch: int = 4, heads: int = 8, **changes: Any) -> Problem:
@@ -24,18 +24,18 @@ def problem(width: int, n: int, *, batch: int = 4, heads: int = 8, **changes: An
 
 def forward(call: Problem, statistics: int = 0) -> bool:
     with tuning.override(tma=True):
-        return launch_forward.suits(call, statistics, torch.empty_like(call.q))
+        return launch_forward.should_use(call, statistics, torch.empty_like(call.q))
 
 
 def backward(call: Problem, level: int = 0, sign_bytes: int | None = None) -> tuple[bool, bool]:
-    """Whether the specialised kernels serve a backward, and whether signs are kept."""
+    """(whether a backward runs on the Hopper kernels, whether it stores signs)."""
     with tuning.override(tma=True, sign_bytes=sign_bytes):
-        specialised, heads = backward_choice.choose(call, level, torch.empty_like(call.q))
-    return specialised, heads > 0
+        uses_hopper, sign_heads = backward_choice.choose(call, level, torch.empty_like(call.q))
+    return uses_hopper, sign_heads > 0
 
 
 @pytest.mark.parametrize("width", [64, 128])
-def test_forward_takes_what_is_long_enough(width: int) -> None:
+def test_forward_uses_hopper_for_long_sequences(width: int) -> None:
     assert forward(problem(width, 256)) and forward(problem(width, 4096), statistics=1)
     assert not forward(problem(width, 255))
     assert not forward(problem(width, 511, causal=True))
@@ -45,19 +45,19 @@ def test_forward_takes_what_is_long_enough(width: int) -> None:
     assert not forward(problem(width, 4096, mask=torch.ones(1, 1, 4096, 4096, dtype=torch.bool)))
 
 
-def test_causal_powers_of_narrow_heads_take_longer_to_pay() -> None:
+def test_forward_uses_hopper_later_for_causal_powers_at_width_64() -> None:
     assert not forward(problem(64, 1024, causal=True, power=8, threshold=torch.empty(8)))
     assert forward(problem(64, 2048, causal=True, power=8, threshold=torch.empty(8)))
     assert forward(problem(128, 1024, causal=True, power=8, threshold=torch.empty(8)))
 
 
-def test_only_sampled_entropies_of_wide_heads_are_worth_specialised_warps() -> None:
+def test_forward_uses_hopper_only_for_sampled_entropies_at_width_128() -> None:
     assert forward(problem(128, 1024, entropy_every=8), statistics=2)
     assert not forward(problem(128, 1024), statistics=2)
     assert not forward(problem(64, 1024, entropy_every=8), statistics=2)
 
 
-def test_packed_sequences_but_neither_their_entropies_nor_too_many() -> None:
+def test_forward_uses_hopper_for_packed_sequences_without_entropies() -> None:
     ends = torch.arange(5, dtype=torch.int32) * 1024
     packed = problem(128, 4096, batch=1, cu_q=ends, cu_k=ends, max_q=1024, max_k=1024)
     assert forward(packed, statistics=1)
@@ -67,7 +67,7 @@ def test_packed_sequences_but_neither_their_entropies_nor_too_many() -> None:
     assert backward(packed) == (False, False)
 
 
-def test_backward_of_wide_heads_keeps_signs_where_they_pay() -> None:
+def test_backward_at_width_128_stores_signs_of_long_sequences() -> None:
     assert backward(problem(128, 256)) == (True, False)
     assert backward(problem(128, 1024)) == (True, True)
     assert backward(problem(128, 1024), level=1) == (True, True)
@@ -75,7 +75,7 @@ def test_backward_of_wide_heads_keeps_signs_where_they_pay() -> None:
     assert backward(problem(128, 128)) == (False, False)
 
 
-def test_backward_of_narrow_heads_makes_scores_again_or_leaves_signs_to_the_plain_kernels() -> None:
+def test_backward_at_width_64_stores_signs_only_with_the_portable_kernels() -> None:
     assert backward(problem(64, 1024, causal=True)) == (True, False)
     assert backward(problem(64, 512)) == (True, False)
     assert backward(problem(64, 1024)) == (False, True)
@@ -83,21 +83,21 @@ def test_backward_of_narrow_heads_makes_scores_again_or_leaves_signs_to_the_plai
     assert backward(problem(64, 4096, power=8, threshold=torch.empty(8))) == (True, False)
 
 
-def test_gradients_of_entropies_and_other_types_run_on_the_plain_kernels() -> None:
+def test_entropy_gradients_and_float16_run_on_the_portable_kernels() -> None:
     assert not backward(problem(128, 1024), level=2)[0]
     half = problem(128, 1024)
     half = half._replace(q=half.q.half(), k=half.k.half(), v=half.v.half())
     assert not backward(half)[0] and not forward(half)
 
 
-def test_few_tiles_leave_no_processor_idle() -> None:
-    # Four here: as many as one head of 512 rows has tiles.
+def test_hopper_needs_as_many_tiles_as_multiprocessors() -> None:
+    # The CPU counts as 4 multiprocessors. One head of 512 rows has 4 tiles.
     assert forward(problem(128, 512, batch=1, heads=1))
     assert not forward(problem(128, 256, batch=1, heads=1))
     assert not backward(problem(128, 256, batch=1, heads=1))[0]
 
 
-def test_a_backward_is_prepared_once_for_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_prepared_once_per_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 1, 20, 16)
     call = Problem(q, q, q, NO_INPUTS, Settings(0.25, 20, 20))
     grads = run_backward.Gradients(torch.randn_like(q))
@@ -116,7 +116,7 @@ def test_misaligned_addresses_have_no_signature() -> None:
     assert launch.signature(("numbers",), (aligned, aligned[1:])) == ()
 
 
-def test_a_full_memory_is_cleared_and_the_empty_key_is_not_stored() -> None:
+def test_full_memory_is_cleared_and_empty_key_is_not_stored() -> None:
     memory: launch.Memory[int] = launch.Memory()
     for number in range(launch._LIMIT):
         memory.put((number,), number)
@@ -125,10 +125,10 @@ def test_a_full_memory_is_cleared_and_the_empty_key_is_not_stored() -> None:
     assert memory == {("one more",): 1}
 
 
-def test_a_request_is_obeyed_where_a_kernel_can() -> None:
+def test_override_forces_or_forbids_hopper() -> None:
     small = problem(64, 16)
     out = torch.empty_like(small.q)
     with tuning.override(tma=True, hopper=True):
-        assert launch_forward.suits(small, 0, out)
+        assert launch_forward.should_use(small, 0, out)
     with tuning.override(tma=True, hopper=False):
-        assert not launch_forward.suits(problem(64, 4096), 0, out)
+        assert not launch_forward.should_use(problem(64, 4096), 0, out)

@@ -9,18 +9,28 @@ from typing import Any
 
 import pytest
 
-# Spilled registers that are allowed: before the loop over the last, partial tile, in the loop with
-# logarithms, which one program in eight runs, and around or in the loop over tiles at the causal
-# edge. The loops over whole tiles do not spill.
-SPILLS = {
-    "forward_kernel width 128, causal False, power 4, divided": 8,
-    "forward_kernel width 128, causal False, sampled entropies": 19,
-    "specialised_kernel width 64, causal True, plain": 4,
-    "specialised_kernel width 64, packed": 4,
-    "specialised_keys_kernel width 128, causal False, power 8": 6,
-    "specialised_keys_kernel width 128, causal True": 14,
-    "specialised_keys_kernel width 128, causal True, scores": 7,
+KERNELS = {
+    "forward_kernel",
+    "dkv_kernel",
+    "dq_kernel",
+    "decode_kernel",
+    "hopper_forward_kernel",
+    "hopper_dkv_kernel",
+    "hopper_dq_kernel",
 }
+# Calls with a second loop over key or query tiles: masked tiles, or sums of w log w.
+TWO_LOOPS = ("causal True", "packed", "power", "as in models", "sampled entropies")
+
+
+def _spill_limit(name: str) -> int:
+    """Number of spill stores that a kernel may have.
+
+    Decoding and kernels with a single loop do not spill. A second loop, which most tiles skip, may
+    take a tenth of the 240 registers of a thread from the code around it.
+    """
+    if name.startswith("decode") or not any(word in name for word in TWO_LOOPS):
+        return 0
+    return 24
 
 
 def _script(name: str) -> Any:
@@ -36,9 +46,9 @@ def _script(name: str) -> Any:
 @pytest.mark.slow
 def test_hopper_code() -> None:
     kernels = _script("compile_for_hopper.py")
-    assert len(kernels) == 64
+    assert {name.split()[0] for name in kernels} == KERNELS
     for name, code in kernels.items():
-        assert code["spills"] <= SPILLS.get(name, 0), name
+        assert code["spills"] <= _spill_limit(name), name
         if name.startswith("decode"):
             assert code["products"] + code["narrow products"] > 0, name
             # The keys of later tiles are loaded while a tile is multiplied.
@@ -52,7 +62,7 @@ def test_hopper_code() -> None:
         assert code["waits for products"] <= code["products"] / 3, name
         assert code["tensor memory loads"] > 0, name
         assert code["shared"] <= 227 * 1024, name
-        if "queries" not in name and "dq" not in name and "power" not in name:
+        if "dq" not in name and "power" not in name:
             # One instruction rectifies and packs two scores.
             assert code["packed rectifiers"] > 0, name
 
