@@ -93,6 +93,7 @@ def query_tile_range(base, key, end, sizes, ROWS: gl.constexpr, CONFIG: gl.const
     unmasked = key * 0
     if CONFIG.CAUSAL:
         offset = sizes.n_k - sizes.n_q
+        # The first query that sees the first key, and the first that sees the last key.
         low = gl.minimum(gl.maximum(key - offset, 0) // CONFIG.COLS, high - 1)
         last = gl.maximum(key + ROWS - 1 - offset, 0)
         unmasked = (last + CONFIG.COLS - 1) // CONFIG.COLS
@@ -129,6 +130,7 @@ def backward_producer(
     ONLY_B: gl.constexpr = CONFIG.SIGNS and not IS_DKV
     RESIDENT_BYTES: gl.constexpr = CONFIG.ROWS * CONFIG.D * (2 if ONLY_B else 4)
     steps = tile_count(sizes.items, CONFIG.CAUSAL)
+    # Phase 1: the first wait for each buffer passes.
     resident_phase = 1
     ring = Ring(0, 1)
     for step in range(0, steps + 1):
@@ -143,12 +145,14 @@ def backward_producer(
                 row, sizes.n_q, sizes.n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL,
                 True,
             )  # fmt: skip
+        # After the last step, one streamed tile of one head.
         members = gl.where(step < steps, CONFIG.GROUP if IS_DKV else 1, 1)
         high = gl.where(step < steps, high, low + 1)
         for consumer in gl.static_range(CONSUMERS):
             first_row = row + consumer * CONFIG.ROWS
             mbarrier.wait(shared.resident_empty.index(consumer), resident_phase)
             bar = shared.resident_full.index(consumer)
+            # One barrier for both resident tiles of a consumer.
             mbarrier.expect(bar, RESIDENT_BYTES)
             if not ONLY_B:
                 tma.async_copy_global_to_shared(
@@ -165,6 +169,7 @@ def backward_producer(
             for t in range(low, high):
                 mbarrier.wait(shared.empty.index(ring.stage), ring.phase)
                 bar = shared.full.index(ring.stage)
+                # Two tiles of 2 bytes per element.
                 mbarrier.expect(bar, CONFIG.COLS * CONFIG.D * 4)
                 tma.async_copy_global_to_shared(
                     streamed_a, [batch, streamed_head, t * CONFIG.COLS, 0], bar,
@@ -214,6 +219,7 @@ def gradient_factors(end, gamma, head, scalars, CONFIG: gl.constexpr):
     With GRAD_SCALED, dO contains C already, and C is 1 here.
     """
     factor = 1.0
+    # Without GRAD_SCALED all rows see `end` keys, so C is one number.
     if not CONFIG.GRAD_SCALED:
         n = end.to(gl.float32)
         exponent = -scalars.length_exponent

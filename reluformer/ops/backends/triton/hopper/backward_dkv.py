@@ -64,12 +64,21 @@ from reluformer.ops.backends.triton.hopper.device import (
 class KeyTile(NamedTuple):
     """The keys of a consumer in one step, and the query tiles that see them."""
 
+    batch: Any
+    head: Any
+    """Key head."""
     key: Any
     """First key."""
+    end: Any
+    """Number of keys that exist."""
     offset: Any
     """n_k - n_q: with causality, query i sees the keys up to i + offset."""
+    first: Any
+    """First query tile that the producer loads for both consumers."""
     low: Any
-    """First query tile."""
+    """First query tile that this consumer needs."""
+    unmasked: Any
+    """First query tile that sees all keys of this consumer."""
     high: Any
     """End of the query tiles."""
 
@@ -180,24 +189,98 @@ def _start_scores(k_tile, shared, ring, dp, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _unread_before(step, pointers, sizes, consumer: gl.constexpr, CONFIG: gl.constexpr):
-    """Query tiles that the producer loads for a step before the first that this consumer needs."""
-    batch, _head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+def _locate_tile(step, offset, lengths, sizes, consumer: gl.constexpr, CONFIG: gl.constexpr):
+    """The KeyTile of a consumer in step number `step` of this CTA."""
+    batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
     base = tile * (CONSUMERS * CONFIG.ROWS)
-    end = key_end(pointers.lengths, batch, sizes.n_k)
-    first, _, _ = query_tile_range(base, base, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
-    low, _, _ = query_tile_range(
-        base, base + consumer * CONFIG.ROWS, end, sizes, CONFIG.ROWS, CONFIG
-    )
-    return low - first
+    key = base + consumer * CONFIG.ROWS
+    end = key_end(lengths, batch, sizes.n_k)
+    first, high, _ = query_tile_range(base, base, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
+    low, high, unmasked = query_tile_range(base, key, end, sizes, CONFIG.ROWS, CONFIG)
+    unmasked = gl.minimum(gl.maximum(unmasked, low), high)
+    return KeyTile(batch, head, key, end, offset, first, low, unmasked, high)
+
+
+@gluon.jit
+def _first_query_tile(
+    s, v_tile, shared, ring, key_tile, query_head, threshold, scale, pointers, sizes,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """(dP^T, pairs of P^T, pairs of dS^T) of the first query tile, from its complete scores s."""
+    _k_bufs, _v_bufs, _q_bufs, g_bufs = shared.buffers
+    low = key_tile.low
+    p, relu_pow_minus_1 = _weights(
+        s, key_tile, low * CONFIG.COLS, threshold, scale, CONFIG.CAUSAL, CONFIG
+    )  # [ROWS, COLS / 2]
+    g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
+    dp = warpgroup_mma(v_tile, g_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
+    if CONFIG.SIGNS:
+        # There are no blocks past the last key.
+        block = _sign_block(pointers.signs, query_head, low, key_tile.key, sizes)
+        store_signs(p, block, key_tile.key < sizes.n_k)
+    dp = warpgroup_mma_wait(0, [dp])
+    terms = 0
+    if CONFIG.ROW_TERMS:
+        terms = pointers.terms + (query_head.to(gl.int64) * sizes.term_rows + low * CONFIG.COLS)
+    ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
+    return dp, p, ds
+
+
+@gluon.jit
+def _query_heads(
+    state, k_tile, v_tile, shared, key_tile, resident_phase, threshold, pointers, sizes, scalars,
+    consumer: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """All query tiles but the first, of all query heads of the group: the state after them."""
+    GROUP: gl.constexpr = CONFIG.GROUP
+    k_bufs, v_bufs, _q_bufs, _g_bufs = shared.buffers
+    batch, head, key, _end, _offset, first, low, unmasked, high = key_tile
+    for member in range(0, GROUP):
+        query_head = (batch * sizes.heads + head) * GROUP + member
+        dk, dv, dp, p, ds, held, ring = state
+        if GROUP > 1:
+            threshold = scaled_threshold(
+                pointers.threshold, scalars, head * GROUP + member, CONFIG.SCALE_SCORES
+            )
+            if CONFIG.CAUSAL:
+                # The tiles of each head start with those that only the other consumer needs.
+                unread = gl.where(member > 0, low - first, 0)
+                ring = release_unread(shared, ring, unread, CONFIG.STAGES)
+        state = QueryLoopState(dk, dv, dp, p, ds, held, ring)
+        start = gl.where(member > 0, low, low + 1)
+        # These pointers advance in the loop: computed from a tile's number, they would make the
+        # number and the masks 64 bits wide.
+        terms = 0
+        if CONFIG.ROW_TERMS:
+            terms = pointers.terms + (
+                query_head.to(gl.int64) * sizes.term_rows + start * CONFIG.COLS
+            )
+        blocks = 0
+        if CONFIG.SIGNS:
+            blocks = _sign_block(pointers.signs, query_head, start, key, sizes)
+        # With causality a loop over masked tiles, then one over unmasked tiles.
+        for loop in gl.static_range(2 if CONFIG.CAUSAL else 1):
+            stop = unmasked if CONFIG.CAUSAL and loop == 0 else high
+            if CONFIG.CAUSAL and not CONFIG.IN_REGISTERS:
+                # See `opaque`. It costs time, so the short masked loop gets it.
+                place = opaque(resident_phase * 0 + consumer) if loop == 0 else consumer
+                k_tile = resident_tile(k_bufs, place, False, CONFIG)
+                v_tile = resident_tile(v_bufs, place, False, CONFIG)
+            state, terms, blocks = _query_loop(
+                state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks,
+                threshold, scalars.scale, sizes, CONFIG.CAUSAL and loop == 0, CONFIG,
+            )  # fmt: skip
+            start = gl.maximum(start, unmasked)
+    return state
 
 
 @gluon.jit
 def _write_tile(
-    dk_acc, dv_acc, dk, dv, batch, head, key, end, pointers, shared, scalars,
-    consumer: gl.constexpr, CONFIG: gl.constexpr,
+    dk_acc, dv_acc, dk, dv, key_tile, pointers, shared, scalars, consumer: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Scale and store dK and dV [ROWS, D] of a consumer; `head` is the key head."""
+    """Scale and store dK and dV [ROWS, D] of a consumer."""
+    batch, head, key, end, _offset, _first, _low, _unmasked, _high = key_tile
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
     factor, slope = gradient_factors(end, pointers.gamma, head * CONFIG.GROUP, scalars, CONFIG)
     values = dv_acc * factor  # [ROWS, D]
@@ -219,7 +302,6 @@ def _consumer(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    GROUP: gl.constexpr = CONFIG.GROUP
     k_bufs, v_bufs, q_bufs, g_bufs = shared.buffers
     offset = sizes.n_k - sizes.n_q
     steps = tile_count(sizes.items, CONFIG.CAUSAL)
@@ -229,85 +311,34 @@ def _consumer(
     dk_acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)
     dv_acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)
 
-    unread = _unread_before(0, pointers, sizes, consumer, CONFIG)
+    next_tile = _locate_tile(0, offset, pointers.lengths, sizes, consumer, CONFIG)
     if CONFIG.CAUSAL:
-        ring = release_unread(shared, ring, unread, CONFIG.STAGES)
+        ring = release_unread(shared, ring, next_tile.low - next_tile.first, CONFIG.STAGES)
     mbarrier.wait(shared.resident_full.index(consumer), 0)
     k_tile = resident_tile(k_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)  # [ROWS, D]
     s = _start_scores(k_tile, shared, ring, dp, CONFIG)
     s = warpgroup_mma_wait(0, [s])
     for step in range(0, steps):
-        batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
-        base = tile * (CONSUMERS * CONFIG.ROWS)
-        key = base + consumer * CONFIG.ROWS
-        end = key_end(pointers.lengths, batch, sizes.n_k)
-        # Query tiles from `first` on are loaded, from `low` on this consumer needs them, and from
-        # `unmasked` on they see all of its keys.
-        first, high, _ = query_tile_range(base, base, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
-        low, high, unmasked = query_tile_range(base, key, end, sizes, CONFIG.ROWS, CONFIG)
-        unmasked = gl.minimum(gl.maximum(unmasked, low), high)
-        key_tile = KeyTile(key, offset, low, high)
-        has_more = GROUP * (high - low) > 1
-        query_head = (batch * sizes.heads + head) * GROUP
-
-        # The scores of the first query tile are complete.
-        threshold = scaled_threshold(pointers.threshold, scalars, head * GROUP, CONFIG.SCALE_SCORES)
-        v_tile = resident_tile(v_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)
+        key_tile = _locate_tile(step, offset, pointers.lengths, sizes, consumer, CONFIG)
+        has_more = CONFIG.GROUP * (key_tile.high - key_tile.low) > 1
+        query_head = (key_tile.batch * sizes.heads + key_tile.head) * CONFIG.GROUP
+        threshold = scaled_threshold(
+            pointers.threshold, scalars, key_tile.head * CONFIG.GROUP, CONFIG.SCALE_SCORES
+        )
+        v_tile = resident_tile(v_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)  # [ROWS, D]
         if CONFIG.IN_REGISTERS:
             release_loaded(shared.resident_empty.index(consumer))
-        p, relu_pow_minus_1 = _weights(
-            s, key_tile, low * CONFIG.COLS, threshold, scalars.scale, CONFIG.CAUSAL, CONFIG
-        )  # pairs, [ROWS, COLS / 2]
-        g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
-        dp = warpgroup_mma(v_tile, g_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
-        if CONFIG.SIGNS:
-            # There are no blocks past the last key.
-            store_signs(
-                p, _sign_block(pointers.signs, query_head, low, key, sizes), key < sizes.n_k
-            )
-        dp = warpgroup_mma_wait(0, [dp])
-        terms = 0
-        if CONFIG.ROW_TERMS:
-            terms = pointers.terms + (query_head.to(gl.int64) * sizes.term_rows + low * CONFIG.COLS)
-        ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
+        dp, p, ds = _first_query_tile(
+            s, v_tile, shared, ring, key_tile, query_head, threshold, scalars.scale, pointers,
+            sizes, CONFIG,
+        )  # fmt: skip
         held = ring.stage
         ring = advance(ring, CONFIG.STAGES)
-
         state = QueryLoopState(dk_acc, dv_acc, dp, p, ds, held, ring)
-        for member in range(0, GROUP):
-            query_head = (batch * sizes.heads + head) * GROUP + member
-            dk_acc, dv_acc, dp, p, ds, held, ring = state
-            if GROUP > 1:
-                threshold = scaled_threshold(
-                    pointers.threshold, scalars, head * GROUP + member, CONFIG.SCALE_SCORES
-                )
-                if CONFIG.CAUSAL:
-                    unread = gl.where(member > 0, low - first, 0)
-                    ring = release_unread(shared, ring, unread, CONFIG.STAGES)
-            state = QueryLoopState(dk_acc, dv_acc, dp, p, ds, held, ring)
-            start = gl.where(member > 0, low, low + 1)
-            # These pointers advance in the loop: computed from a tile's number, they would make
-            # the number and the masks 64 bits wide.
-            if CONFIG.ROW_TERMS:
-                terms = pointers.terms + (
-                    query_head.to(gl.int64) * sizes.term_rows + start * CONFIG.COLS
-                )
-            blocks = 0
-            if CONFIG.SIGNS:
-                blocks = _sign_block(pointers.signs, query_head, start, key, sizes)
-            # With causality a loop over masked tiles, then one over unmasked tiles.
-            for loop in gl.static_range(2 if CONFIG.CAUSAL else 1):
-                stop = unmasked if CONFIG.CAUSAL and loop == 0 else high
-                if CONFIG.CAUSAL and not CONFIG.IN_REGISTERS:
-                    # See `opaque`. It costs time, so the short masked loop gets it.
-                    place = opaque(resident_phase * 0 + consumer) if loop == 0 else consumer
-                    k_tile = resident_tile(k_bufs, place, False, CONFIG)
-                    v_tile = resident_tile(v_bufs, place, False, CONFIG)
-                state, terms, blocks = _query_loop(
-                    state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks,
-                    threshold, scalars.scale, sizes, CONFIG.CAUSAL and loop == 0, CONFIG,
-                )  # fmt: skip
-                start = gl.maximum(start, unmasked)
+        state = _query_heads(
+            state, k_tile, v_tile, shared, key_tile, resident_phase, threshold, pointers, sizes,
+            scalars, consumer, CONFIG,
+        )  # fmt: skip
         dk_acc, dv_acc, dp, p, ds, held, ring = state
         if not CONFIG.IN_REGISTERS:
             mbarrier.arrive(shared.resident_empty.index(consumer), count=1)
@@ -322,21 +353,18 @@ def _consumer(
             as_left_operand(ds, p_layout), streamed_tile(q_bufs, held, CONFIG), dk_acc,
             use_acc=has_more, is_async=True,
         )  # fmt: skip
-        dv_acc, dk_acc = warpgroup_mma_wait(0, [dv_acc, dk_acc])
+        dv_acc, dk_acc = warpgroup_mma_wait(0, [dv_acc, dk_acc])  # [ROWS, D]
         mbarrier.arrive(shared.empty.index(held), count=1)
 
         # Start the first scores of the next step, then write this one's gradients.
         if CONFIG.CAUSAL:
-            unread = _unread_before(step + 1, pointers, sizes, consumer, CONFIG)
-            unread = gl.where(step + 1 < steps, unread, 0)
+            next_tile = _locate_tile(step + 1, offset, pointers.lengths, sizes, consumer, CONFIG)
+            unread = gl.where(step + 1 < steps, next_tile.low - next_tile.first, 0)
             ring = release_unread(shared, ring, unread, CONFIG.STAGES)
         mbarrier.wait(shared.resident_full.index(consumer), resident_phase)
         k_tile = resident_tile(k_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)
         s = _start_scores(k_tile, shared, ring, dp, CONFIG)
-        _write_tile(
-            dk_acc, dv_acc, dk, dv, batch, head, key, end, pointers, shared, scalars, consumer,
-            CONFIG,
-        )  # fmt: skip
+        _write_tile(dk_acc, dv_acc, dk, dv, key_tile, pointers, shared, scalars, consumer, CONFIG)
         s = warpgroup_mma_wait(0, [s])
     tma.store_wait(0)
 

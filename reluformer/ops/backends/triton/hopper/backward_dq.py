@@ -163,6 +163,40 @@ def _key_loop(
 
 
 @gluon.jit
+def _key_tiles(
+    state, q_tile, g_tile, shared, unmasked, count, resident_phase, row_terms, bounds, threshold,
+    scale, ROW_SHIFT: gl.constexpr, MASK_TAIL: gl.constexpr, consumer: gl.constexpr,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """All key tiles but the first of a query tile: the state after them.
+
+    A loop over the tiles that need no mask and, where there can be others, one over the rest.
+    """
+    # Keys that are not visible by causality have no sign bit.
+    HAS_MASKED: gl.constexpr = MASK_TAIL or (CONFIG.CAUSAL and not CONFIG.SIGNS)
+    q_bufs, g_bufs, _k_bufs, _v_bufs = shared.buffers
+    low = 1
+    high = count
+    for loop in gl.static_range(2 if HAS_MASKED else 1):
+        if HAS_MASKED:
+            if loop == 0:
+                high = gl.minimum(unmasked, count)
+            else:
+                low = gl.maximum(unmasked, 1)
+                high = count
+                if not CONFIG.IN_REGISTERS:
+                    place = opaque(resident_phase * 0 + consumer)
+                    if not CONFIG.SIGNS:
+                        q_tile = resident_tile(q_bufs, place, False, CONFIG)
+                    g_tile = resident_tile(g_bufs, place, False, CONFIG)
+        state = _key_loop(
+            state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold, scale,
+            ROW_SHIFT, loop == 1, MASK_TAIL, CONFIG,
+        )  # fmt: skip
+    return state
+
+
+@gluon.jit
 def _wait_for_resident(shared, phase, consumer: gl.constexpr, CONFIG: gl.constexpr):
     """Wait for (Q, dO) [ROWS, D] of a consumer; with SIGNS, Q is 0.
 
@@ -231,9 +265,8 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
     ROW_SHIFT: gl.constexpr = pointers.row_shift is not None
     # With a threshold, a key that does not exist can have weight and a gradient.
     MASK_TAIL: gl.constexpr = pointers.lengths is not None or ROW_SHIFT
-    # Keys that are not visible by causality have no sign bit.
     HAS_MASKED: gl.constexpr = MASK_TAIL or (CONFIG.CAUSAL and not CONFIG.SIGNS)
-    q_bufs, g_bufs, k_bufs, v_bufs = shared.buffers
+    _q_bufs, _g_bufs, k_bufs, v_bufs = shared.buffers
     offset = sizes.n_k - sizes.n_q
     steps = tile_count(sizes.items, CONFIG.CAUSAL)
     resident_phase = 0
@@ -300,26 +333,11 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
         held = ring.stage
         ring = advance(ring, CONFIG.STAGES)
 
-        # A loop over key tiles that need no mask, then one over those that do.
         state = DqLoopState(ring, s, dp, acc, words, blocks, ds, row_shift, held)
-        low = 1
-        high = count
-        for loop in gl.static_range(2 if HAS_MASKED else 1):
-            if HAS_MASKED:
-                if loop == 0:
-                    high = gl.minimum(unmasked, count)
-                else:
-                    low = gl.maximum(unmasked, 1)
-                    high = count
-                    if not CONFIG.IN_REGISTERS:
-                        place = opaque(resident_phase * 0 + consumer)
-                        if not CONFIG.SIGNS:
-                            q_tile = resident_tile(q_bufs, place, False, CONFIG)
-                        g_tile = resident_tile(g_bufs, place, False, CONFIG)
-            state = _key_loop(
-                state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold,
-                scalars.scale, ROW_SHIFT, loop == 1, MASK_TAIL, CONFIG,
-            )  # fmt: skip
+        state = _key_tiles(
+            state, q_tile, g_tile, shared, unmasked, count, resident_phase, row_terms, bounds,
+            threshold, scalars.scale, ROW_SHIFT, MASK_TAIL, consumer, CONFIG,
+        )  # fmt: skip
         ring, s, dp, acc, words, blocks, ds, row_shift, held = state
         if not CONFIG.IN_REGISTERS:
             mbarrier.arrive(shared.resident_empty.index(consumer), count=1)

@@ -40,6 +40,7 @@ class Bounds(NamedTuple):
 def tile_count(items, PAIRED: gl.constexpr):
     """Number of tiles that this CTA processes."""
     programs = gl.num_programs(0)
+    # CTA i processes the items i, i + programs, i + 2 * programs, ...
     count = (items - gl.program_id(0) + programs - 1) // programs
     if PAIRED:
         count *= 2
@@ -56,11 +57,13 @@ def tile_coordinates(step, sizes, PAIRED: gl.constexpr):
     `tiles` (per head).
     """
     programs = gl.num_programs(0)
+    # Steps past the last item repeat it: the producer loads ahead, and nothing is stored.
     if PAIRED:
         item = gl.minimum(gl.program_id(0) + step // 2 * programs, sizes.items - 1)
         pairs = (sizes.tiles + 1) // 2
         batch_head = item // pairs
         short = item % pairs
+        # A tile from the end of the sequence, then one from its start.
         tile = gl.where(step % 2 == 0, 2 * pairs - 1 - short, short)
     else:
         item = gl.minimum(gl.program_id(0) + step * programs, sizes.items - 1)
@@ -85,9 +88,11 @@ def key_tile_counts(
 ):  # fmt: skip
     """(key tiles that query rows [row, row + ROWS) see, at least 1; how many need no mask)."""
     high = end
+    # Without MASK_TAIL, TMA's zeros past the end give weight 0.
     unmasked = end // KEYS if MASK_TAIL else (end + KEYS - 1) // KEYS
     if CAUSAL:
         offset = n_k - n_q
+        # The last row sees the most keys, the first row the fewest.
         high = gl.minimum(high, gl.maximum(gl.minimum(row + ROWS, n_q) + offset, 0))
         unmasked = gl.minimum(unmasked, gl.maximum(row + offset + 1, 0) // KEYS)
     count = gl.where(row < n_q, (high + KEYS - 1) // KEYS, 0)
@@ -160,6 +165,7 @@ def scaled_threshold(threshold, scalars, head, SCALE_SCORES: gl.constexpr):
     value = scalars.threshold
     if threshold is not None:
         value = gl.load(threshold + head).to(gl.float32)
+    # Without SCALE_SCORES the threshold is in units of q k, before the scale.
     if not SCALE_SCORES:
         value = value / scalars.scale
     return value
@@ -180,10 +186,10 @@ def mask_keys(x, bounds, col, CAUSAL: gl.constexpr):
     """x [queries, keys from `col` on], or 0 where the key does not exist or is not visible."""
     layout: gl.constexpr = x.type.layout
     cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    visible = (cols < bounds.end)[None, :]
+    visible = (cols < bounds.end)[None, :]  # [1, COLS]
     if CAUSAL:
         rows = bounds.row + bounds.offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-        visible = visible & (cols[None, :] <= rows[:, None])
+        visible = visible & (cols[None, :] <= rows[:, None])  # [ROWS, COLS]
     return gl.where(visible, x, 0.0)
 
 

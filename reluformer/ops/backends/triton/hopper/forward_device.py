@@ -78,8 +78,10 @@ def locate_tile(step, sizes, lengths, work, PAIRED: gl.constexpr):
         n_q = sizes.n_q
         n_k = sizes.n_k
     else:
+        # The list has one entry per item; both tiles of a pair have the same entry.
         index = step // 2 if PAIRED else step
         item = gl.program_id(0) + index * gl.num_programs(0)
+        # Steps past the last item repeat it; an empty list has no item 0, but room for one.
         item = gl.maximum(gl.minimum(item, sizes.items - 1), 0)
         batch = item * 0
         entry = work + 1 + item // sizes.heads * FIELDS
@@ -141,6 +143,7 @@ def forward_producer(
     Therefore one more Q and one more K tile are loaded at the end.
     """
     steps = tile_count(sizes.items, CONFIG.CAUSAL)
+    # Phase 1: the first wait for each buffer passes.
     k_ring = Ring(0, 1)
     v_ring = Ring(0, 1)
     q_ring = Ring(0, 1)
@@ -152,8 +155,10 @@ def forward_producer(
             row, n_q, n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
         )  # fmt: skip
+        # After the last tile, one K tile.
         is_work = step < steps
         count = gl.where(is_work, count, 1)
+        # Q of both consumers, each with a barrier of its own.
         for consumer in gl.static_range(CONSUMERS):
             place = q_ring.stage * CONSUMERS + consumer
             mbarrier.wait(shared.q_empty.index(place), q_ring.phase)
@@ -173,6 +178,7 @@ def forward_producer(
                 shared.k.index(k_ring.stage),
             )  # fmt: skip
             k_ring = advance(k_ring, CONFIG.STAGES)
+            # V in a ring of its own: a K tile is released one product earlier.
             if is_work:
                 mbarrier.wait(shared.v_empty.index(v_ring.stage), v_ring.phase)
                 bar = shared.v_full.index(v_ring.stage)
@@ -206,6 +212,7 @@ def row_factor(row, work_tile, scalars, gamma, CONFIG: gl.constexpr):
     n_q = work_tile.n_q
     n_k = work_tile.n_k
     rows = gl.arange(0, CONFIG.ROWS, gl.SliceLayout(1, o_layout))
+    # Query i sees keys up to i + n_k - n_q.
     visible = row + n_k - n_q + 1 + rows
     if not CONFIG.CAUSAL:
         visible = visible * 0 + n_k
@@ -223,6 +230,7 @@ def store_rows(x, out, strides, work_tile, row):
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    # [ROWS, D]
     places = (work_tile.first_q + rows).to(gl.int64)[:, None] * strides[1] + cols[None, :]
     first = out + work_tile.head.to(gl.int64) * strides[0]
     gl.store(first + places, x, mask=(rows < work_tile.n_q)[:, None])

@@ -157,16 +157,16 @@ def _launch(
     length: int,
 ) -> Launch:
     """The launch of a kernel that owns tiles of `heads` sequences of that length."""
+    max_q, max_k = problem.settings.max_q, problem.settings.max_k
     items = work_items(problem, heads, length, _SIDE)
-    term_rows = triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value
-    key_blocks = triton.cdiv(problem.settings.max_k, WIDEST.value) * (WIDEST.value // _SIDE)
+    term_rows = triton.cdiv(max_q, BLOCK.value) * BLOCK.value
+    key_blocks = triton.cdiv(max_k, WIDEST.value) * (WIDEST.value // _SIDE)
+    head_blocks = term_rows // _SIDE * key_blocks
+    sizes = (items, heads, tiles_per_head(length, _SIDE), max_q, max_k, key_blocks, head_blocks)
     return launch(
         kernel,
         min(items, processors(problem.q.device)),
-        (
-            items, heads, tiles_per_head(length, _SIDE), problem.settings.max_q, problem.settings.max_k, key_blocks,
-            term_rows // _SIDE * key_blocks, term_rows, scalars(problem)._replace(epsilon=None),
-        ),
+        (*sizes, term_rows, scalars(problem)._replace(epsilon=None)),
         {"CONFIG": as_constexpr(config), "num_warps": 4},
         [(tensor, _SIDE) for tensor in tiled],
-    )  # fmt: skip
+    )
