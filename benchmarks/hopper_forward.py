@@ -87,10 +87,10 @@ def measure(width: int, causal: bool, n: int, seconds: float) -> dict[str, Any]:
 
 
 def relu(
-    specialised: bool, q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]
+    hopper: bool, q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]
 ) -> Tensor:
     """ReLU attention by the Hopper or the portable kernel, [B, H, n, D]."""
-    with tuning.override(hopper=specialised), torch.no_grad():
+    with tuning.override(hopper=hopper), torch.no_grad():
         result = relu_attention(q, k, v, causal=causal, impl="triton", **options)
     return result if isinstance(result, Tensor) else result.output
 

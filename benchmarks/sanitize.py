@@ -73,7 +73,7 @@ def exact(given: Arguments) -> Arguments:
 def work(
     share: int,
     *,
-    specialised: bool = True,
+    hopper: bool = True,
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
 ) -> int:
@@ -85,15 +85,15 @@ def work(
         The number of checked outputs.
     """
     torch.manual_seed(0)
-    outputs = _dense(DENSE[share::SHARES], specialised, device, dtype)
+    outputs = _dense(DENSE[share::SHARES], hopper, device, dtype)
     if share == SHARES - 1:
-        outputs += _packed(specialised, device, dtype) + _dropout_and_decoding(device, dtype)
+        outputs += _packed(hopper, device, dtype) + _dropout_and_decoding(device, dtype)
     torch.cuda.synchronize()
     assert all(bool(output.isfinite().all()) for output in outputs)
     return len(outputs)
 
 
-def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
+def _dense(cases: list[Case], hopper: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     for case in cases:
         # Descriptors or pointers, with either memory layout; the second launch reuses the first.
@@ -101,14 +101,14 @@ def _dense(cases: list[Case], specialised: bool, device: str, dtype: torch.dtype
             given = exact(arguments(case, dtype, device, transposed=tma is None))
             for sign_bytes in (0, 1 << 20):
                 # Hopper kernels run where they can: head widths 64 and 128, by descriptors.
-                chosen = specialised and sign_bytes > 0
+                chosen = hopper and sign_bytes > 0
                 with tuning.override(tma=tma, sign_bytes=sign_bytes, hopper=chosen):
                     for _ in range(2):
                         outputs += found(op.attend, given)[0]
     return outputs
 
 
-def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
+def _packed(hopper: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
     outputs: list[Tensor] = []
     ends = torch.tensor([0, 283, 283, 300, 431], device=device, dtype=torch.int32)
     packing = Packing(ends, ends, 283, 283)
@@ -116,7 +116,7 @@ def _packed(specialised: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
         q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
         leaves = [each.requires_grad_() for each in (q, k, v)]
         for causal, row_normalise in product((False, True), (None, 0.1)):
-            with tuning.override(hopper=specialised):
+            with tuning.override(hopper=hopper):
                 visibility = Visibility(causal=causal)
                 call = Call(q, k, v, visibility, 0.1, return_sums="row_sum", packing=packing)
                 output = op.attend(call, Rectified(row_normalise=row_normalise)).output
@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--share", type=int, default=0, help=f"number of the share, below {SHARES}")
     arguments = parser.parse_args()
     if arguments.task == "work":
-        print(f"{work(arguments.share, specialised=not arguments.plain)} outputs")
+        print(f"{work(arguments.share, hopper=not arguments.plain)} outputs")
         return 0
     if arguments.task == "canary":
         canary_kernel[(1,)](torch.zeros(3, device="cuda"))
