@@ -125,4 +125,4 @@ Config = TypeVar("Config", ForwardConfig, BackwardConfig)
 
 def as_constexpr(config: Config) -> Config:
     """Wrap every field in a constexpr: Gluon takes no plain integer in shapes and layouts."""
-    return config._make(map(tl.constexpr, config))
+    return type(config)(*map(tl.constexpr, config))
