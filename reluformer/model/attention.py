@@ -21,9 +21,9 @@ from reluformer.model.heads import (
 from reluformer.model.kv_cache import GrowingCache, PagedLayerCache
 from reluformer.model.memory import KeyValueMemory
 from reluformer.model.positions import Start, rotate
-from reluformer.model.records import DEFAULT_OPTIONS, ForwardOptions, KeyValues, Record
+from reluformer.model.recording import record_arguments, recorded_stats, select_rows
+from reluformer.model.records import DEFAULT_OPTIONS, ForwardOptions, KeyValues
 from reluformer.ops.api import attend
-from reluformer.ops.backends.registry import BACKENDS, choose
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import lookup
@@ -215,16 +215,18 @@ class MultiHeadAttention(nn.Module):
         with_map = options.record == "weights"
         impl = "auto" if with_map else self.config.impl
         sample = options.sample_rows
-        extras = _extras(options.record, self.row, options.entropy_every if sample is None else 1)
+        extras = record_arguments(
+            options.record, self.row, options.entropy_every if sample is None else 1
+        )
         recording = call._replace(return_weights=with_map, **(extras if sample is None else {}))
         result = attend(self.row, recording, kind_options, impl)
         if not extras:
             return result, None, None
-        stats = _recorded(result)
+        stats = recorded_stats(result)
         valid = valid_rows(options.query_lengths, call.q.shape[2], call.q.device)
         if sample is not None:
             rows = sample_indices(call.q.shape[2], sample, call.q.device)
-            stats = self._statistics(_rows_of(call, rows), kind_options, extras)
+            stats = self._statistics(select_rows(call, rows), kind_options, extras)
             valid = valid[..., rows]
         return result, stats, valid
 
@@ -284,44 +286,9 @@ class MultiHeadAttention(nn.Module):
         """Statistics of the weights alone, without values, dropout, output norm or gate."""
         weights_only = call._replace(v=call.k[..., :0], dropout_p=0.0, **extras)
         options = {k: value for k, value in kind_options.items() if k not in ("gain", "gate")}
-        stats = _recorded(attend(self.row, weights_only, options, "reference"))
+        stats = recorded_stats(attend(self.row, weights_only, options, "reference"))
         assert stats is not None
         return stats
-
-
-def opaque(
-    config: ModelConfig, attention: AttentionConfig, record: Record, device: torch.device
-) -> bool:
-    """Whether this attention, with the statistics it records, is one operator to compilers."""
-    row, width = lookup(attention.kind), config.head_width
-    q, k = (
-        torch.empty(1, heads, 2, width, dtype=torch.float32, device=device)
-        for heads in (config.heads, config.key_value_heads)
-    )
-    call = Call(q, k, k, Visibility(), row.default_scale(width), **_extras(record, row))
-    rule = row.rectified(attention.fixed_options)
-    return BACKENDS[choose(row, call, rule, attention.impl)].opaque
-
-
-def _extras(record: Record, row: Attention, entropy_every: int = 1) -> dict[str, Any]:
-    """Fields of a `Call` that make it return the recorded statistics."""
-    if record == "row_sum" or record == "entropy":
-        sums = {"return_sums": record, "entropy_every": entropy_every}
-        return sums if row.regularisable else {}
-    return {} if record == "nothing" else {"return_stats": True}
-
-
-def _recorded(result: AttentionResult) -> Stats | RowSums | None:
-    """The statistics that a call with `_extras` returned."""
-    return result.stats if result.sums is None else result.sums
-
-
-def _rows_of(call: Call, rows: Tensor) -> Call:
-    """The call with some of its query rows, given by their indices."""
-    visible = call.visibility.table(call.q.shape[2], call.k.shape[2], call.q.device)
-    if visible is not None and visible.shape[-2] > 1:
-        visible = visible[..., rows, :]
-    return call._replace(q=call.q[:, :, rows], visibility=Visibility(mask=visible))
 
 
 def _projection(inputs: int, outputs: int) -> nn.Linear:

@@ -152,7 +152,7 @@ class DecoderState:
         if slots >= self._compact_at:
             self._compact(self.lineage)
 
-    def select_sentences(self, sentences: Tensor, beams: int) -> None:
+    def select_sentences(self, sentences: Tensor) -> None:
         """Keep the sentences with the given indices, with all their beams."""
         for cache in self.layers:
             cache.select(sentences)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from reluformer.config.train import TrainConfig
 from reluformer.data.batches import Batch
-from reluformer.model.attention import opaque
 from reluformer.model.config import ModelConfig, Site
 from reluformer.model.losses import (
     AttentionSums,
@@ -19,6 +18,7 @@ from reluformer.model.losses import (
     mean_losses,
     translation_loss,
 )
+from reluformer.model.recording import is_opaque
 from reluformer.model.records import AttentionRecord, Record
 from reluformer.ops.family.table import lookup
 from reluformer.processes import Processes
@@ -72,7 +72,7 @@ class Objective:
         return not self.regularised or (
             self.config.sample_rows is None
             and all(
-                opaque(self.model, self.model.attention_at(site), self.record, self.group.device)
+                is_opaque(self.model, self.model.attention_at(site), self.record, self.group.device)
                 for site in self.regularised
             )
         )

@@ -23,7 +23,7 @@ def row_sum(record) -> float:  # type: ignore[no-untyped-def]
 def test_every_parameter_gets_a_gradient(kind: str) -> None:
     learns = {"attention_gamma": "head", "attention_threshold": "head"} if kind == "relu" else {}
     model = ReLUFormer(small(kind, **learns)).double()
-    # Away from the neutral start, so that no gradient is zero by symmetry.
+    # Noise, so that no gradient is zero by symmetry.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -95,7 +95,7 @@ def test_maps_are_the_weights_of_every_attention() -> None:
     ]
     for record in output.records:
         assert record.weights is not None
-        # Rows are divided by their sum, which is what is reported, plus a little.
+        # Rows are divided by the recorded sum plus `row_normalise`.
         sums = record.stats.row_sum
         torch.testing.assert_close(record.weights.sum(-1), sums / (sums + 1e-4))
     torch.testing.assert_close(output.logits, model(**inputs).logits)
@@ -131,7 +131,7 @@ def test_losses_from_sums_equal_losses_from_statistics(impl: str, sample_rows: i
         return found, torch.autograd.grad(total, learned, allow_unused=True)
 
     def from_statistics() -> tuple[AttentionLosses, tuple[torch.Tensor, ...]]:
-        # Only the reference makes these.
+        # Only the reference computes these.
         with pytest.MonkeyPatch.context() as patch:
             for module in model.modules():
                 if isinstance(module, MultiHeadAttention):
@@ -152,7 +152,7 @@ def test_the_entropy_loss_is_a_mean_over_sampled_rows(impl: str) -> None:
     full = model(**inputs, record="entropy").records
     wanted = torch.zeros(()).double()
     for record in full:
-        # A block is longer than these sentences: heads and elements decide.
+        # A block is longer than these sentences, so whole heads and examples are sampled.
         element, head = torch.arange(3).view(3, 1, 1), torch.arange(4).view(4, 1)
         live = record.valid & (record.stats.visible > 0) & (record.stats.row_sum > 0)
         rows = live & ((element + head) % 3 == 0)
@@ -190,7 +190,7 @@ def test_sampled_losses_are_unbiased() -> None:
     for field in ("normalisation", "entropy"):
         values = torch.stack([getattr(draw, field) for draw in draws])
         error = values.std() / len(draws) ** 0.5
-        # Rows without any weight leave the means, which bends the ratio a little.
+        # Rows without weight are excluded from the means, which gives a small bias.
         assert abs(values.mean() - getattr(full, field)) < 4 * error + 0.02 * getattr(full, field)
 
 

@@ -219,7 +219,7 @@ def test_half_precision_and_autocast(kind: str) -> None:
     half = memory.bfloat16()(x.bfloat16())
     assert half.dtype == torch.bfloat16
     for actual in (cast, half):
-        # The median row: rounding may turn a near tie, and so change what another row reads.
+        # The median row, because rounding can change the selection of a row with a near tie.
         error = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.median() < 0.01
 

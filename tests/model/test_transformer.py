@@ -88,7 +88,7 @@ def test_decoder_states_can_be_reordered_and_reduced() -> None:
     state = model.start(model.encode(source, lengths))
     model.decode(hypotheses[:, :19], state)
     state.select_rows(torch.tensor([1, 0, 2, 2, 5, 4]))
-    state.select_sentences(torch.tensor([2, 0]), beams=2)
+    state.select_sentences(torch.tensor([2, 0]))
     rows = torch.tensor([5, 4, 1, 0])
     continued = model.decode(hypotheses[rows, 19:], state)
     sentences = rows // 2

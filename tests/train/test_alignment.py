@@ -1,9 +1,9 @@
-"""A setting whose attention collapses is told from healthy ones in a short run of the real loop.
+"""Short training runs separate settings whose attention collapses from healthy ones.
 
-The task is to copy letters that cannot be guessed, so a model that does not align is left with the
-level of one that ignores its source. Losses are summed over attentions: 0.3 on these three is the
-0.05 of a deep model's eighteen. So shallow a model often escapes the collapse that gamma = 1 brings
-on a deep one; its row sums start five times higher, and it never does.
+The task is to copy random letters, so a model that does not align has the loss of a model that
+ignores the source. Losses are summed over attentions: a weight of 0.3 with three attentions
+corresponds to 0.05 with the eighteen of a deep model. With gamma = 1 a deep model collapses, but
+this shallow one often does not; its row sums therefore start five times higher.
 """
 
 import json

@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def recordable() -> None:
-    # The suite poisons memory by a mode of torch whose algorithms cannot all be recorded.
+    # The test suite fills memory with NaN in a mode of torch that graphs cannot capture.
     torch.use_deterministic_algorithms(False)
 
 
@@ -128,7 +128,7 @@ def test_captured_steps_learn(tmp_path_factory: pytest.TempPathFactory, sample_r
         recipe = tiny(device="cuda", steps=60, model__width=32, model__dropout=0.0, **settings)
         trained = train(recipe, run / "run", quiet=True)
         losses[graphs] = _last_loss(trained.folder / "metrics.jsonl")
-    # The order of sums differs, and training amplifies that.
+    # The order of summation differs, and training amplifies rounding.
     assert losses[True] == pytest.approx(losses[False], rel=0.1)
 
 

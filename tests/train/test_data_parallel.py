@@ -21,11 +21,11 @@ from tests.train.worker import start
 pytestmark = pytest.mark.slow
 
 ROOT = Path(reluformer.__file__).parents[1]
-# The normalisation loss has a slope of 1 / (row sum): rows with almost no weight magnify the
+# The gradient of the normalisation loss is 1 / (row sum): rows with almost no weight amplify the
 # rounding of float64 by up to a million within these steps. A wrong count or mean shows at 1e-2.
 ROUNDING = 1e-6
-# Accumulation, moving average, clipping and both regularisers, but no dropout: what is dropped is
-# drawn by each process.
+# Accumulation, moving average, clipping and both regularisers, but no dropout, because
+# its random numbers depend on the rank.
 FIELDS: dict[str, Any] = {
     "steps": 8,
     "accumulate": 2,
@@ -99,7 +99,7 @@ def test_curves_and_weights_agree(runs: Path, parallel: str) -> None:
 
 
 def test_a_run_can_resume_with_another_number_of_processes(runs: Path, tmp_path: Path) -> None:
-    # Half of the steps on two processes with shards, the rest alone.
+    # The first half of the steps on two processes with shards, the rest on one.
     source = checkpoint.folder_of(runs / "shard", 4)
     target = checkpoint.folder_of(tmp_path, 4)
     target.parent.mkdir(parents=True)

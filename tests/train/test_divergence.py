@@ -78,6 +78,6 @@ def test_nothing_is_saved_after_a_bad_gradient(
     assert checkpoint.steps(tmp_path) == [4]
     tensors: dict[str, Any] = checkpoint.load(tmp_path, 4).tensors
     assert all(tensor.isfinite().all() for kind in tensors.values() for tensor in kind.values())
-    # The same run without the fault goes on from there.
+    # The run resumes from there without the fault.
     train(recipe, tmp_path, quiet=True)
     assert (tmp_path / "model").is_dir()

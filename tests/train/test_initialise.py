@@ -42,7 +42,7 @@ def long(short: Path | str, **fields: Any) -> Any:
 
 
 def test_the_first_step_starts_with_the_finished_weights(short: Path, tmp_path: Path) -> None:
-    # What has no tensors of its own may differ; calibration to this row sum would change gamma.
+    # Settings without tensors may differ; calibration to this row sum would change gamma.
     attention = {**ATTENTION, "impl": "reference", "row_sum_init": 5.0}
     recipe = long(short, model__attention=attention, model__dropout=0.3, ema=0.9)
     data, alone = load_data(recipe), Processes(0, 1, torch.device("cpu"))
@@ -81,7 +81,7 @@ def test_an_interrupted_run_resumes_exactly_without_the_first_run(
     shutil.rmtree(gone)
     train(recipe, tmp_path / "parts", quiet=True)
     assert_same(tmp_path / "whole", tmp_path / "parts")
-    # A finished run is left alone.
+    # A finished run is not changed.
     train(recipe, tmp_path / "whole", quiet=True)
 
 
@@ -162,7 +162,7 @@ def test_missing_options_have_their_defaults(
             {"row_normalise": None},
             "slope 0.1",
         ),
-        # What was fixed may begin to learn, and what was learned may stay.
+        # Fixed values may become learned, and learned values may become fixed.
         (PAPER, {}, None),
         (PAPER, PAPER, None),
         ({}, {"threshold": "fixed"}, None),

@@ -43,7 +43,7 @@ def test_killed_three_times(tmp_path: Path) -> None:
     kill_when(lambda: any(killed.glob(unfinished)), killed, stall=2)
     assert checkpoint.steps(killed)[-1] == 20
     assert any(killed.glob(unfinished))
-    # At once after a resume.
+    # Directly after resuming.
     lines = logged(killed)
     kill_when(lambda: logged(killed) not in (0, lines), killed)
     train(tiny(**FIELDS), killed, quiet=True)

@@ -93,7 +93,7 @@ def test_the_folder_describes_the_run(tmp_path: Path) -> None:
     assert [r["step"] for r in records] == list(range(7))
     assert [r["step"] for r in records if "dev" in r] == [3, 6]
     assert set(records[1]["attention"]) == {"encoder", "decoder", "cross"}
-    # Calibration starts each site at the row sum that the settings ask for.
+    # Calibration sets the initial row sum of each site to `row_sum_init`.
     for site in records[0]["attention"].values():
         assert site["row_sum"] == pytest.approx(1.0, abs=0.15)
     assert [str(p) for p in tmp_path.rglob("*.partial")] == []
@@ -106,7 +106,7 @@ def test_a_finished_run_is_not_changed(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     monkeypatch.setattr(loop, "load_data", None)
     train(tiny(steps=1), tmp_path, quiet=True)
-    # What does not change the result may differ.
+    # Settings that do not change the result may differ.
     train(tiny(steps=1, log_every=9), tmp_path, quiet=True)
     assert capsys.readouterr().err == ""
     train(tiny(steps=1), tmp_path)

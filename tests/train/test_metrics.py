@@ -93,9 +93,7 @@ def test_the_meter_returns_means_and_resets() -> None:
     assert torch.tensor(meter.flush().nll).isnan() and meter.tokens == 0
 
 
-def test_plain_lines_without_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny(steps=2, dev_every=2, log_every=2, model__attention__row_sum_init=0.6)
     train(recipe, tmp_path)
     lines = capsys.readouterr().err.splitlines()

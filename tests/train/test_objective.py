@@ -132,7 +132,7 @@ def test_a_step_without_entropies_is_the_same(data: TrainingData) -> None:
     recipe = tiny(model__dropout=0.0, entropy_weight=0.0)
     model, batches = a_model(recipe, data), some_batches(data, 2)
     losses, gradients = step(recipe, model, batches)
-    # So small a weight moves no gradient, but asks for entropies.
+    # This weight is too small to change gradients, but entropies are recorded.
     tiniest = tiny(model__dropout=0.0, entropy_weight=1e-300)
     others, expected = step(tiniest, model, batches)
     torch.testing.assert_close(losses[:3], others[:3])

@@ -33,7 +33,7 @@ SMALL = [
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_shipped_recipe_trains(name: str, tmp_path: Path) -> None:
     generated = load_recipe(name).data.generated is not None
-    # Recipes for real corpora learn from the sample here.
+    # Recipes for real corpora use generated data here.
     source = [] if generated else ["data.source=sample"]
     recipe = load_recipe(name, [*SMALL, *source, "train.batch_tokens=1024"])
     train(recipe, tmp_path, quiet=True)

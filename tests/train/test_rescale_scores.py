@@ -48,7 +48,7 @@ def test_every_score_is_multiplied_by_the_best_factor(best: float, qk_norm: bool
 
     found = rescale_scores(tried, lambda: math.log(factor() / best) ** 2)
     assert found.factor == pytest.approx(factor(), rel=1e-4)
-    # Steps are of 5 %, so the nearest is at most half of that away.
+    # In steps of 5 %, the nearest factor is at most half a step away.
     assert found.factor == pytest.approx(best, rel=0.026)
     assert found.after <= found.before
     assert found.after == pytest.approx(math.log(factor() / best) ** 2, abs=1e-6)

@@ -40,5 +40,5 @@ def test_regularisers_warm_up() -> None:
 def test_seeds_differ_by_seed_step_and_process() -> None:
     seeds = {step_seed(s, step, rank) for s in range(4) for step in range(30) for rank in range(4)}
     assert len(seeds) == 4 * 30 * 4
-    # A change here would change every run ever made.
+    # A change of this value would change all runs.
     assert step_seed(1, 2, 3) == 35060472368136965

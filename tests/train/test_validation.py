@@ -65,7 +65,7 @@ def test_bleu_compares_each_translation_with_its_reference(
         patch.setattr(validation, "search", reversing)
         bleu = validation.dev_bleu(model, data.tokenizer, the_split(data), examples=10)
     assert seen == [4, 4, 2] and bleu == pytest.approx(100)
-    # An untrained model writes nonsense.
+    # An untrained model has no matches.
     assert validation.dev_bleu(model, data.tokenizer, the_split(data), examples=5) < 20
 
 
@@ -79,7 +79,7 @@ def test_attention_is_measured_at_every_site_without_side_effects(data: Training
         for count in (2, 2, 1)
     ]
     assert set(seen[0]) == {"encoder", "decoder", "cross"}
-    # No dropout: two looks agree but for the order of their rows; other batches differ.
+    # Without dropout, two measurements agree up to the order of rows; other batches differ.
     for site, first in seen[0].items():
         assert seen[1][site] == pytest.approx(first, rel=1e-6)
         assert seen[2][site] != pytest.approx(first, rel=1e-3)

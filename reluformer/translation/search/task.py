@@ -132,7 +132,7 @@ class Decoder:
         """Drop all sentences but those with the given indices into the unfinished ones."""
         rows = sentences.unsqueeze(-1) * self.beams
         rows = (rows + torch.arange(self.beams, device=rows.device)).flatten()
-        self.state.select_sentences(sentences, self.beams)
+        self.state.select_sentences(sentences)
         self.last = self.last[rows]
         self.indices = self.indices[sentences]
         self.shortest, self.longest = self.shortest[sentences], self.longest[sentences]

@@ -58,9 +58,7 @@ def assert_near(found: list[Tensor], wanted: list[Tensor], bound: float = 1e-2) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_only_relu_in_half_precision_uses_the_fused_operator(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_only_relu_in_half_precision_uses_the_fused_operator(kind: str, dtype: torch.dtype) -> None:
     memory = make(kind, dtype=dtype, bias=takes_bias(kind))
     x = torch.randn(5, 6, dtype=dtype)
     with as_on_gpu() as called:
@@ -128,7 +126,7 @@ def test_half_precision_agrees_with_float64(bias: bool) -> None:
 
 @with_bias
 def test_autocast_agrees_with_float64(bias: bool) -> None:
-    # Numbers that bfloat16 holds: to round them would turn the sign of some scores.
+    # Values that bfloat16 represents exactly, because rounding would change signs of scores.
     memory = make("relu", 32, 64, torch.bfloat16, bias=bias).float()
     x = torch.randn(50, 32).bfloat16().float().requires_grad_()
     with as_on_gpu() as called:
@@ -172,7 +170,7 @@ def test_agrees_with_float64_on_the_device(bias: bool, tokens: int, dtype: torch
 @needs_gpu
 @pytest.mark.parametrize("autocast", [False, True])
 def test_forward_and_backward_can_be_captured_in_a_cuda_graph(autocast: bool) -> None:
-    # The suite poisons memory by a mode of torch whose algorithms cannot all be recorded.
+    # The test suite fills memory with NaN in a mode of torch that graphs cannot capture.
     torch.use_deterministic_algorithms(False)
     memory = make("relu", 128, 512, torch.float32 if autocast else torch.bfloat16).cuda()
     x = torch.randn(256, 128, device="cuda", dtype=memory.keys.dtype, requires_grad=True)

@@ -93,7 +93,7 @@ def test_all_experts_are_the_dense_sum() -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_grouped_experts_equal_hidden_experts(k: int, bias: bool) -> None:
     memory, x = make("sigma_moe", k=k, bias=bias), queries(9).requires_grad_()
-    # One expert that nobody chooses: its group is empty.
+    # One expert that no query chooses: its group is empty.
     with torch.no_grad():
         memory.get_parameter("experts")[1] = -50 * x.sum(0) / x.sum(0).norm()
     grouped, hidden = memory(x), memory(x, return_weights=True).output
