@@ -1,14 +1,14 @@
-"""Shapes and memory layouts of results, shared by the kernels' host side and the fake ops."""
+"""Shapes and memory layouts of results, shared by the host code and the fake operators."""
 
 import torch
 from torch import Tensor
 
 
 def empty_heads(like: Tensor, width: int) -> Tensor:
-    """A new [B, H, T, width] in the dimension order of `like` [B, H, T, D].
+    """A new tensor [B, H, T, width] in the memory order of `like` [B, H, T, D].
 
-    The layout of [B, T, H, D] gives that of [B, T, H, width], so that joining the heads copies
-    nothing. The result is no view, so that it may be changed in place.
+    Tensors stored as [B, T, H, D] give results stored as [B, T, H, width], so that joining the
+    heads needs no copy. The result is not a view, so that it may be modified in place.
     """
     batch, heads, rows, _ = like.shape
     if like.stride(1) < like.stride(2):
@@ -29,12 +29,12 @@ def row_values(q: Tensor, *, packed: bool) -> Tensor:
 
 
 def zeroed(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, if it is there, filled with zeros."""
+    """The tensor filled with zeros, or None."""
     return None if tensor is None else tensor.zero_()
 
 
 def last_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself if its last dimension is contiguous, else a copy."""
+    """The tensor, or a contiguous copy if its last dimension is strided."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

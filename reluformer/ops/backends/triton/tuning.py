@@ -1,8 +1,7 @@
-"""Which tile each kernel uses: a table instead of a search at run time.
+"""Tiles of the portable kernels: a table instead of a search at run time.
 
-The bfloat16 entries for widths 64 and 128 won on an H200 (`benchmarks/tiles.py`); the others are
-chosen so that nothing spills and shared memory suffices. A tile with fewer query rows than keys is
-allowed because the kernels bound whole tiles by both edges.
+The bfloat16 entries for widths 64 and 128 were the fastest on an H200 (`benchmarks/tiles.py`). The
+others were chosen so that no register spills and shared memory suffices.
 """
 
 from collections.abc import Iterator
@@ -15,27 +14,26 @@ Kernel = Literal["forward", "dkv", "dq", "decode"]
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and key columns of a tile, warps and pipeline stages.
-
-    `one_loop` masks every tile in a single loop instead of separating whole from masked tiles.
-    `prescale` multiplies the output gradient by the row factor in a pass of its own instead of in
-    the loop (key gradients only).
-    For decoding, `queries` is the least number of rows, the keys are split until every
-    multiprocessor has `programs` programs, and `skip` leaves value rows of no weight unread.
-    """
+    """Size of a tile, number of warps and pipeline stages, and options of the kernel."""
 
     queries: int
+    """Query rows, BLOCK_M; for decoding, the smallest number of rows."""
     keys: int
+    """Keys, BLOCK_N."""
     warps: int
     stages: int
     one_loop: bool = False
+    """Mask all tiles in one loop, instead of separate loops for whole and masked tiles."""
     prescale: bool = False
+    """For dK and dV: multiply the output gradient by its row factors in a separate pass."""
     programs: int = 4
+    """For decoding: split the keys until every multiprocessor has this many programs."""
     skip: bool = True
+    """For decoding: do not load value rows whose weights are all zero."""
 
 
-# (kernel, padded width): tiles for sentences, with the longest key length they serve. A single tile
-# often holds all keys, so that one loop suffices.
+# By (kernel, padded width): tiles for sentences, each with the longest key length it is used for.
+# One tile often holds all keys, so that one loop suffices.
 _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
     ("forward", 64): [
         (32, Tile(32, 32, 4, 2, one_loop=True)),
@@ -71,7 +69,7 @@ _SHORT: dict[tuple[Kernel, int], list[tuple[int, Tile]]] = {
         (256, Tile(64, 64, 4, 2)),
     ],
 }
-# (kernel, padded width, edged): tiles with the longest key length they serve.
+# By (kernel, padded width, edged): tiles, each with the longest key length it is used for.
 _LONG = 1 << 62
 _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("forward", 64, False): [(_LONG, Tile(128, 64, 8, 3))],
@@ -95,8 +93,9 @@ _HALF: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("dq", 64, True): [(2048, Tile(64, 64, 4, 3)), (_LONG, Tile(64, 64, 4, 2))],
     ("dq", 128, False): [(_LONG, Tile(128, 64, 8, 3))],
     ("dq", 256, False): [(_LONG, Tile(64, 64, 8, 2))],
-    # By rows that share a key head, not by length; True where keys lie in pages. Leaving values
-    # unread costs little at width 128; at 64 up to a quarter where all of them have weight.
+    # Here the limit is the number of rows that share a key head, and True means keys in pages.
+    # Skipping values costs little at width 128, but up to a quarter of the speed at width 64 where
+    # all values have weight.
     ("decode", 64, False): [
         (4, Tile(16, 128, 4, 2, programs=8)),
         (_LONG, Tile(16, 64, 2, 4, programs=2, skip=False)),
@@ -125,7 +124,7 @@ _SINGLE: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 }
 
 
-# The same for kernels that write or read signs of weights (`benchmarks/backward.py`).
+# The same for kernels that store or load signs of weights (`benchmarks/backward.py`).
 _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
     ("dkv", 64, True): [(2048, Tile(64, 64, 4, 3, prescale=True))],
     ("dq", 64, False): [(2048, Tile(128, 64, 8, 3)), (_LONG, Tile(64, 64, 4, 3))],
@@ -153,10 +152,16 @@ _override = Override((), None, None, None)
 def pick(
     kernel: Kernel, width: int, edged: bool, length: int, itemsize: int, signs: bool = False
 ) -> Tile:
-    """The tile for a padded head width (16 to 256), key length and bytes per element.
+    """The tile for a call, or the overriding one.
 
-    `edged` calls (causal, windowed, padded, masked, with dropout; decoding with more than 16 rows)
-    need registers for more than their products. `signs`: of weights, written or read.
+    Args:
+        kernel: Name of the kernel.
+        width: Padded head width, 16 to 256.
+        edged: Whether tiles need registers for more than their products: causal, windowed, padded
+            and masked calls, and dropout. For decoding: whether keys are in pages.
+        length: Number of keys; for decoding, of rows that share a key head.
+        itemsize: Bytes per element.
+        signs: Whether the kernel stores or loads signs of weights.
     """
     for name, tile in _override.tiles:
         if name == kernel:
@@ -166,7 +171,7 @@ def pick(
 
 
 def every(kernel: Kernel, width: int, itemsize: int) -> list[Tile]:
-    """All tiles the table can give for a padded width, without repetition."""
+    """All tiles that the table contains for a padded width, without repetition."""
     found = [
         tile
         for signs in (False, True)

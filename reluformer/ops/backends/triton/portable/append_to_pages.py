@@ -36,7 +36,7 @@ def _copy_rows(
     src, dst, src_rows, dst_rows, inside, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Copy rows at offsets `src_rows` to offsets `dst_rows`, both [_ROWS]."""
-    cols = tl.arange(0, COLS)
+    cols = tl.arange(0, COLS)  # [COLS]
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     tile = tl.load(src + src_rows[:, None] + cols[None, :], mask=mask, other=0.0)  # [_ROWS, COLS]
     tl.store(dst + dst_rows[:, None] + cols[None, :], tile, mask=mask)
@@ -63,6 +63,7 @@ def append_kernel(
 
     A program owns one page of one head and copies its new slots through registers, 16 at a time.
     """
+    # The grid is (sequence, head, touched page), pages fastest.
     program = tl.program_id(0)
     head = (program // touched % kv_heads).to(tl.int64)
     b = (program // touched // kv_heads).to(tl.int64)
@@ -70,6 +71,7 @@ def append_kernel(
     count = steps
     if CONFIG.HAS_COUNTS:
         count = tl.load(counts + b).to(tl.int32)
+    # Column of the table: `touched` pages from the one that holds the next free slot.
     column = before // CONFIG.PAGE + program % touched
     # Slots [first, last) of this page receive new tokens.
     first = tl.maximum(before - column * CONFIG.PAGE, 0)
@@ -78,6 +80,7 @@ def append_kernel(
         page = tl.load(table + b * table_stride + column).to(tl.int64)
         for start in tl.range(first // _ROWS * _ROWS, last, _ROWS):
             slot = (start + tl.arange(0, _ROWS)).to(tl.int64)  # [_ROWS]
+            # Index of the new token for each slot.
             new = slot + column * CONFIG.PAGE - before
             inside = (slot >= first) & (slot < last)
             _copy_rows(

@@ -154,9 +154,10 @@ def _accumulate_queries(
             packed = weight.to(g_tile.dtype)
         else:
             packed = rectified(weight, g_tile.dtype, CONFIG.PTX)
+        # [BLOCK_N, DV_PAD]
         dv_acc = tl.dot(packed, g_tile, dv_acc, input_precision=CONFIG.PRECISION)
         if BY_PAIRS:
-            gates = positive(packed)
+            gates = positive(packed)  # [BLOCK_N, BLOCK_M], int16
         if CONFIG.SIGNS:
             # Overlaps with the product. Not from float16 weights, which underflow where scores
             # do not.
@@ -189,6 +190,7 @@ def _accumulate_queries(
                 # Above power 1 the factor is already 0, but invisible pairs may have NaN gradients.
                 grad = tl.where(relu_pow_minus_1 > 0, grad, 0.0)
             grad = grad.to(q_tile.dtype)
+        # [BLOCK_N, D_PAD]
         dk_acc = tl.dot(grad, q_tile, dk_acc, input_precision=CONFIG.PRECISION)
     return dk_acc, dv_acc
 
@@ -233,6 +235,7 @@ def dkv_kernel(
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     GROUP: tl.constexpr = CONFIG.GROUP
+    # The grid is (sequence, key head, tile), tiles fastest.
     kv_heads = heads // GROUP
     tiles = tl.cdiv(k_length, BLOCK_N)
     tile = tl.program_id(0) % tiles
@@ -267,6 +270,7 @@ def dkv_kernel(
     DV_PAD: tl.constexpr = CONFIG.DV_PAD
     dv_acc = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
     for member in tl.range(0, GROUP, num_stages=1):
+        # One query head of the group.
         h = kv_head * GROUP + member
         bh = b * heads + h
         scaled_threshold = head_threshold(optional.threshold, numbers, inverse_scale, h, CONFIG)

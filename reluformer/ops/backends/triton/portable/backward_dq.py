@@ -109,12 +109,13 @@ def _accumulate_keys(
                 score = tl.where(seen, score, 0.0)
         if CONFIG.DROPOUT:
             grad *= dropout_factor(random, cols[None, :], numbers.dropout)
+        # Gradients of the row statistics.
         if SUM_GRADS >= 1:
             grad += constant[:, None]
         if SUM_GRADS == 2:
             grad += slope[:, None] * log2_positive(score, CONFIG.PTX)
         if POWER > 1:
-            x = tl.maximum(score, 0.0)
+            x = tl.maximum(score, 0.0)  # [BLOCK_M, BLOCK_N]
             grad *= raised(x, POWER - 1)
             if MASKED:
                 # Invisible pairs may have NaN gradients.
@@ -182,6 +183,7 @@ def dq_kernel(
     weights, and no scores are computed.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    # The grid is (sequence, head, tile), tiles fastest.
     tiles = tl.cdiv(q_length, BLOCK_M)
     tile = tl.program_id(0) % tiles
     bh = tl.program_id(0) // tiles

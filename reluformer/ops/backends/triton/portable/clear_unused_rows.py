@@ -21,12 +21,13 @@ def clear_unused_rows_kernel(
 
     A program owns ROWS rows and loops over the heads; most programs have nothing to clear.
     """
+    # Rows [first, last) belong to sequences.
     first = tl.load(cu)
     last = tl.load(cu + sequences)
     row = tl.program_id(0) * ROWS
     if row < first or row + ROWS > last:
-        rows = row + tl.arange(0, ROWS)
-        cols = tl.arange(0, PADDED)
+        rows = row + tl.arange(0, ROWS)  # [ROWS]
+        cols = tl.arange(0, PADDED)  # [PADDED]
         unused = ((rows < first) | (rows >= last)) & (rows < tokens)
         places = out + rows.to(tl.int64)[:, None] * stride_t + cols[None, :]  # [ROWS, PADDED]
         mask = unused[:, None] & (cols < WIDTH)[None, :]

@@ -100,6 +100,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     ROW_SUMS: tl.constexpr = CONFIG.STATISTICS >= 1
+    # The grid is (sequence, key head, split, row tile), row tiles fastest.
     row_tiles = tl.cdiv(group * q_length, BLOCK_M)
     program = tl.program_id(0)
     row_tile = program % row_tiles
@@ -116,6 +117,7 @@ def decode_kernel(
     valid = rows < group * q_length
     # Surplus rows repeat the last row and see no key.
     near = tl.minimum(rows, group * q_length - 1)
+    # Row r of the tile is token r % Tq of query head r // Tq of the group.
     head = kv_head * group + near // q_length
     token = near % q_length
     row = tl.where(valid, token, q_length)
@@ -135,6 +137,7 @@ def decode_kernel(
 
     UNIT: tl.constexpr = CONFIG.PAGE if CONFIG.PAGE > BLOCK_N else BLOCK_N
     TILES: tl.constexpr = UNIT // BLOCK_N
+    # Units of this split: first, first + splits, ...
     low, _, _, high = key_range(0, q_length, offset, end, window, UNIT, True, CONFIG)
     first = low // UNIT + split
     units = tl.maximum(tl.cdiv(tl.cdiv(high, UNIT) - first, splits), 0)
@@ -241,6 +244,7 @@ def combine_kernel(
     A program owns one row and loops over the splits, `AT_ONCE` at a time, all in registers.
     """
     ROW_SUMS: tl.constexpr = CONFIG.STATISTICS >= 1
+    # The grid is (sequence, head, token), tokens fastest.
     index = tl.program_id(0)
     token = index % q_length
     h = index // q_length % heads

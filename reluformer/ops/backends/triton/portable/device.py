@@ -35,10 +35,12 @@ def load_tile(
     With `CHECK`, rows from `limit` on are zero. A descriptor returns zeros past the tensor anyway.
     """
     if TMA:
+        # The block of the descriptor is [1, 1, ROWS, COLS].
         tile = src.load([batch, head, row, 0]).reshape(ROWS, COLS)
     else:
-        rows = row + tl.arange(0, ROWS)
-        cols = tl.arange(0, COLS)
+        rows = row + tl.arange(0, ROWS)  # [ROWS]
+        cols = tl.arange(0, COLS)  # [COLS]
+        # 64-bit offsets: a tensor may have more than 2^31 elements.
         base = src + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         pointers = base + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]  # [ROWS, COLS]
         if CHECK and COLS != WIDTH:
@@ -75,8 +77,9 @@ def store_tile(
     if TMA:
         dst.store([batch, head, row, 0], tile.reshape(1, 1, ROWS, COLS))
     else:
-        rows = row + tl.arange(0, ROWS)
-        cols = tl.arange(0, COLS)
+        rows = row + tl.arange(0, ROWS)  # [ROWS]
+        cols = tl.arange(0, COLS)  # [COLS]
+        # 64-bit offsets: a tensor may have more than 2^31 elements.
         base = dst + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         pointers = base + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]  # [ROWS, COLS]
         tl.store(pointers, tile, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :])
@@ -100,8 +103,10 @@ def load_sequence(b, optional, q_length, k_length, CONFIG: tl.constexpr):
         first_k = tl.load(optional.cu_k + b).to(tl.int32)
         n_q = tl.load(optional.cu_q + b + 1).to(tl.int32) - first_q
         n_k = tl.load(optional.cu_k + b + 1).to(tl.int32) - first_k
+        # Packed tensors are seen as one batch, [1, H, N, D].
         batch = b * 0
     else:
+        # Zeros of the type of b: both branches must return the same types.
         first_q = b * 0
         first_k = b * 0
         n_q = q_length
@@ -109,6 +114,7 @@ def load_sequence(b, optional, q_length, k_length, CONFIG: tl.constexpr):
         batch = b
     end = n_k
     if CONFIG.HAS_LENGTHS:
+        # Lengths out of range are clamped, so that no access leaves the tensor.
         end = tl.minimum(tl.maximum(tl.load(optional.key_lengths + b).to(tl.int32), 0), n_k)
     return Sequence(batch, first_q, first_k, n_q, n_k, end)
 
@@ -116,6 +122,7 @@ def load_sequence(b, optional, q_length, k_length, CONFIG: tl.constexpr):
 @triton.jit
 def visible(position, row, col, end, window, n_q, mask, CONFIG: tl.constexpr):
     """Whether query `row`, at key position `position`, sees key `col`; shapes broadcast."""
+    # position and row [BLOCK_M, 1] with col [1, BLOCK_N], or transposed.
     seen = (col < end) & (row < n_q)
     if CONFIG.CAUSAL:
         seen = seen & (col <= position)
@@ -127,6 +134,7 @@ def visible(position, row, col, end, window, n_q, mask, CONFIG: tl.constexpr):
         pointers = (
             mask.pointer + row.to(tl.int64) * mask.stride_q + col.to(tl.int64) * mask.stride_k
         )
+        # Pairs that are already invisible are not loaded.
         seen = seen & (tl.load(pointers, mask=seen, other=0) != 0)
     return seen
 
@@ -134,6 +142,7 @@ def visible(position, row, col, end, window, n_q, mask, CONFIG: tl.constexpr):
 @triton.jit
 def visible_count(position, end, window, CONFIG: tl.constexpr):
     """Number of keys that a query at `position` sees, in closed form, as float32."""
+    # Keys [low, high) are visible; shapes are those of `position`.
     high = position * 0 + end
     low = position * 0
     if CONFIG.CAUSAL:
@@ -148,6 +157,7 @@ def visible_count(position, end, window, CONFIG: tl.constexpr):
 @triton.jit
 def row_places(batch, h, rows, stride_b, stride_h, stride_t):
     """Offsets of rows in tensors with one value per row, such as the row sums."""
+    # [rows], 64-bit
     head = batch.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     return head + rows.to(tl.int64) * stride_t
 
@@ -155,6 +165,7 @@ def row_places(batch, h, rows, stride_b, stride_h, stride_t):
 @triton.jit
 def row_factor(n, gamma, h, numbers, CONFIG: tl.constexpr):
     """C_i = unit / (gamma_h * (n_i / 2)^length_exponent), zero for rows that see no key."""
+    # (n / 2)^-e by the hardware's exp2 and log2.
     factor = numbers.unit * tl.exp2(-numbers.length_exponent * tl.log2(tl.maximum(n, 1.0) * 0.5))
     if CONFIG.HAS_GAMMA:
         factor = factor / tl.load(gamma + h).to(tl.float32)
@@ -171,6 +182,7 @@ def head_threshold(threshold, numbers, inverse_scale, h, CONFIG: tl.constexpr):
 @triton.jit
 def raised(x, POWER: tl.constexpr):
     """x^POWER for a power of `reluformer.ops.rule.POWERS` (1, 2, 4, 8) or one less."""
+    # Products of squares: one to three multiplications.
     if POWER == 1:
         result = x
     elif POWER == 2:
@@ -192,6 +204,7 @@ def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
 
     The GPU rectifies and packs two values in one instruction that the compiler does not emit.
     """
+    # Two values per instruction (pack=2); $1 is the lower half of the result.
     if PTX and dtype == tl.bfloat16:
         result = tl.inline_asm_elementwise(
             "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2
@@ -208,6 +221,7 @@ def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The left and right half of a tile [ROWS, COLS], each [ROWS, COLS / 2]."""
+    # [ROWS, 2, COLS / 2] -> [ROWS, COLS / 2, 2]
     return tl.split(tl.permute(x.reshape(ROWS, 2, COLS // 2), (0, 2, 1)))
 
 
@@ -218,7 +232,7 @@ def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
     Unlike `tl.sum`, it adds values of one thread only: totals over many tiles need no shuffles.
     """
     if COLS > TO:
-        left, right = halves(x, ROWS, COLS)
+        left, right = halves(x, ROWS, COLS)  # [ROWS, COLS / 2] each
         x = folded(left + right, ROWS, COLS // 2, TO)
     return x
 
@@ -227,7 +241,7 @@ def folded(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
 def folded_pairs(x, ROWS: tl.constexpr, COLS: tl.constexpr, TO: tl.constexpr):
     """`folded` for a bfloat16 tile: adds packed pairs in bfloat16, then converts to float32."""
     if COLS > TO:
-        left, right = halves(x, ROWS, COLS)
+        left, right = halves(x, ROWS, COLS)  # [ROWS, COLS / 2] each
         x = folded_pairs(_add_pairs(left, right), ROWS, COLS // 2, TO)
     else:
         x = widened(x)
@@ -260,6 +274,7 @@ def log2_positive(x, PTX: tl.constexpr):
 
     Its factor is 0 there. Uses the hardware approximation where inline PTX is available.
     """
+    # The smallest normal float32 number.
     safe = tl.maximum(x, 1.1754943508222875e-38)
     if PTX:
         result = tl.inline_asm_elementwise(
@@ -288,6 +303,7 @@ def padded_rows(q_length):
 @triton.jit
 def dropout_keys(seed, rows, bh):
     """Random bits for each row of a head, uint32, the row part of `dropout_factor`."""
+    # One Philox counter per (row, head).
     head = rows * 0 + bh
     bits, _, _, _ = tl.philox(seed, rows, head, rows * 0, rows * 0)
     return bits.to(tl.uint32)
@@ -318,6 +334,7 @@ def key_range(row, rows_end, offset, end, window, UNIT: tl.constexpr, TAIL: tl.c
     [inner_low, inner_high); other tiles need a mask. Without `TAIL`, the last, partial tile counts
     as whole unless the causal edge cuts it off: its missing keys must be loaded as zeros.
     """
+    # Key positions of the first and the last row.
     first = row + offset
     last = rows_end - 1 + offset
     low = row * 0
@@ -325,9 +342,11 @@ def key_range(row, rows_end, offset, end, window, UNIT: tl.constexpr, TAIL: tl.c
     high = end
     inner_high = end // UNIT * UNIT if TAIL else tl.cdiv(end, UNIT) * UNIT
     if CONFIG.CAUSAL:
+        # The last row sees most keys; all rows see the keys of the first.
         high = tl.minimum(high, tl.maximum(last + 1, 0))
         inner_high = tl.minimum(inner_high, tl.maximum(first + 1, 0) // UNIT * UNIT)
     if CONFIG.WINDOW:
+        # The first row sees the earliest keys; all rows see the earliest keys of the last.
         low = tl.maximum(first - window + 1, 0) // UNIT * UNIT
         inner_low = tl.cdiv(tl.maximum(last - window + 1, 0), UNIT) * UNIT
         if not CONFIG.CAUSAL:
@@ -346,6 +365,7 @@ def query_range(col, cols_end, offset, n_q, window, CONFIG: tl.constexpr):
     high = tl.where(col < cols_end, n_q, 0)
     inner_high = high // BLOCK_M * BLOCK_M if CONFIG.PACKED else tl.cdiv(high, BLOCK_M) * BLOCK_M
     if CONFIG.CAUSAL:
+        # The first key is seen from its own position on, all keys from that of the last.
         low = tl.maximum(col - offset, 0) // BLOCK_M * BLOCK_M
         inner_low = tl.cdiv(tl.maximum(last - offset, 0), BLOCK_M) * BLOCK_M
     if CONFIG.WINDOW:
@@ -365,6 +385,7 @@ def loop_bounds(low, inner_low, inner_high, high, PART: tl.constexpr, SINGLE: tl
 
     With `SINGLE` there is one loop over all tiles.
     """
+    # `PART` and `SINGLE` are compile-time constants: one branch is compiled.
     if SINGLE:
         start = low
         stop = high

@@ -154,6 +154,7 @@ def forward_kernel(
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    # The grid is (sequence, head, tile), tiles fastest.
     tiles = tl.cdiv(q_length, BLOCK_M)
     tile = tl.program_id(0) % tiles
     bh = tl.program_id(0) // tiles

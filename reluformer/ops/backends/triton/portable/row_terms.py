@@ -43,7 +43,7 @@ def row_terms(
         n = tl.load(values.count + places, mask=rows < seq.n_q, other=0.0)
     else:
         n = visible_count(position, seq.end, window, CONFIG)
-    factor = row_factor(n, gamma, h, numbers, CONFIG)
+    factor = row_factor(n, gamma, h, numbers, CONFIG)  # [rows], as all tensors here
     constant = tl.zeros_like(factor)
     slope = tl.zeros_like(factor)
     if SUM_GRADS >= 1 and values.grad_sum is not None:
@@ -54,6 +54,7 @@ def row_terms(
         constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
         slope = e * (CONFIG.POWER * LN2)
     if CONFIG.ROW_NORMALISE:
+        # T_i; G is scaled by it so that one factor C_i / T_i remains.
         total = tl.load(values.row_sum + places, mask=rows < seq.n_q, other=0.0) + numbers.epsilon
         factor /= total
         slope *= total
@@ -88,6 +89,7 @@ def row_terms_kernel(
     which `dkv_kernel` keeps instead of x. `terms` is [sequences, H, SUM_GRADS, padded rows], for
     dense and packed calls.
     """
+    # The grid is (sequence, head, tile), tiles fastest.
     tiles = tl.cdiv(q_length, BLOCK)
     bh = tl.program_id(0) // tiles
     b = bh // heads
@@ -103,10 +105,12 @@ def row_terms_kernel(
         CONFIG,
     )  # fmt: skip  # [BLOCK] each
     if CONFIG.GRAD_SCALED:
+        # `dkv_kernel` adds the terms to a product with scaled gradients.
         constant *= factor
         slope *= factor
     if CONFIG.POWER > 2:
         slope *= 1.0 / (CONFIG.POWER - 1)
+    # Rows past the end are stored too: the table has room for whole blocks.
     padded = padded_rows(q_length)
     targets = terms + bh.to(tl.int64) * (CONFIG.SUM_GRADS * padded) + rows
     tl.store(targets, constant)
@@ -142,6 +146,7 @@ def scale_rows_kernel(
     product dO.O of each row is stored. Both tiles [BLOCK_M, DV] are in registers.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    # The grid is (sequence, head, tile), tiles fastest.
     tiles = tl.cdiv(q_length, BLOCK_M)
     row = tl.program_id(0) % tiles * BLOCK_M
     bh = tl.program_id(0) // tiles
@@ -172,4 +177,5 @@ def scale_rows_kernel(
             out, seq.batch, h, seq.first_q + row, out_strides, limit,
             BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False, True,
         ).to(tl.float32)  # fmt: skip  # [BLOCK_M, DV_PAD]
+        # [BLOCK_M]
         tl.store(row_dot + places, tl.sum(o_tile * g_tile, 1), mask=rows < seq.n_q)

@@ -62,6 +62,7 @@ def gated(grad, gates):
 def gate_words(gates, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """`sign_words` from gates [BLOCK_N, BLOCK_M] of `positive`, by merging their bits."""
     lines: tl.constexpr = BLOCK_N * (BLOCK_M // SIDE)
+    # Each step halves the columns and keeps one bit more of every group: j, then i.
     words = _merged(gates.reshape(lines, SIDE), "0x0f0f0f0f", lines, SIDE)
     words = _merged(words, "0x33333333", lines, SIDE // 2)
     words = _merged(words, "0x55555555", lines, SIDE // 4)
@@ -72,7 +73,7 @@ def gate_words(gates, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _merged(x, ONES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Bits of the left half of int16 [ROWS, COLS] where `ONES` has ones, else of the right half."""
-    left, right = halves(x, ROWS, COLS)
+    left, right = halves(x, ROWS, COLS)  # [ROWS, COLS / 2] each
     # 0xe4 is (first & third) | (second & ~third).
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, " + ONES + ", 0xe4;",
@@ -86,7 +87,9 @@ def sign_words(x, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
 
     Columns are (r, block, c).
     """
+    # [w, i, r, block, j, c]
     bits = (x > 0).to(tl.int32).reshape(BLOCK_N // 16, 2, 8, BLOCK_M // SIDE, 8, 8)
+    # Bits j of a byte, then bytes i of a word.
     bits = tl.sum(bits << tl.arange(0, 8)[None, None, None, None, :, None], 4)
     words = tl.sum(bits << (8 * tl.arange(0, 2))[None, :, None, None, None], 1)
     return words.reshape(BLOCK_N // 16, BLOCK_M).to(tl.int16)
@@ -106,8 +109,9 @@ def store_signs(
     """Store the words of a tile of one head at query `row` and key `col`; `signs` is int16."""
     line = key_blocks(k_length)
     block = row // SIDE * line.to(tl.int64) + col // SIDE
-    w = tl.arange(0, BLOCK_N // 16)[:, None]
-    at = tl.arange(0, BLOCK_M)[None, :]
+    w = tl.arange(0, BLOCK_N // 16)[:, None]  # [BLOCK_N / 16, 1]
+    at = tl.arange(0, BLOCK_M)[None, :]  # [1, BLOCK_M]
+    # The columns of `sign_words`.
     r, g, c = at // (BLOCK_M // 8), at // 8 % (BLOCK_M // SIDE), at % 8
     places = (g * line + w // 4) * WORDS + c * 32 + r // 2 * 8 + w % 4 * 2 + r % 2
     pointers = signs + block * WORDS + places
@@ -136,6 +140,7 @@ def sign_quarters(signs, row, col, k_length, BLOCK_M: tl.constexpr, BLOCK_N: tl.
     """
     line = key_blocks(k_length)
     block = row // SIDE * line.to(tl.int64) + col // SIDE
+    # Blocks of the tile, and within a block the 16 bytes of (c, r // 2).
     blocks = tl.arange(0, BLOCK_M // SIDE)[:, None] * line + tl.arange(0, BLOCK_N // SIDE)[None, :]
     quarters = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 4)[None, :] * 4
     places = blocks[:, None, :, None] * PAIRS + quarters[None, :, None, :]
@@ -176,6 +181,7 @@ def sign_bits(words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     j = tl.arange(0, 8)[None, :, None, None, None, None, None, None]
     i = tl.arange(0, 2)[None, None, None, None, None, :, None, None]
     odd = tl.arange(0, 2)[None, None, None, None, None, None, None, :]
+    # [block, j, c, block, w, i, r // 2, r % 2] is [BLOCK_M, BLOCK_N].
     return ((words >> (16 * odd + 8 * i + j)) & 1).reshape(BLOCK_M, BLOCK_N) != 0
 
 
@@ -192,7 +198,9 @@ def sign_gated(grad, words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     j = tl.arange(0, 8)[None, :, None, None, None, None, None, None]
     i = tl.arange(0, 2)[None, None, None, None, None, :, None, None]
     odd = tl.arange(0, 2)[None, None, None, None, None, None, None, :]
+    # Bit j of every byte at its top.
     ends = (words << (7 - j)).broadcast_to(GROUPS, 8, 8, BLOCKS, 4, 2, 4, 2)
+    # The selector of one byte, for both bytes of a bfloat16 value.
     twice = (0x88 + 0x11 * i + 0x22 * odd).broadcast_to(GROUPS, 8, 8, BLOCKS, 4, 2, 4, 2)
     return tl.inline_asm_elementwise(
         """{
