@@ -25,12 +25,12 @@ SLOW = (
     "tests/model/test_learning.py",
     "tests/ops/backends/cpu/native/test_library.py",
     "tests/ops/backends/triton/",
-    "tests/test_cli.py::test_two_processes",
+    "tests/test_cli.py::test_two_ranks",
     "tests/study/test_run.py",
     "tests/test_end_to_end.py",
     "tests/train/test_alignment.py",
     "tests/train/test_kill.py",
-    "tests/train/test_processes.py",
+    "tests/train/test_data_parallel.py",
 )
 
 
