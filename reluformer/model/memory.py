@@ -51,8 +51,8 @@ class KeyValueMemory(nn.Module):
         dropout: Dropout rate of the weights in training.
         heads: Number of read heads, for product-key and persistent memories only.
         value_std: Standard deviation of the initial values; None takes that of the kind.
-        **options: Options of the kind: temperature (kinds that score all slots), k and rank_by_value
-            (top_k), k (product keys), experts, k and expert_dropout (sigma_moe).
+        **options: Options of the kind: temperature (kinds that score all slots), k and
+            rank_by_value (top_k), k (product keys), experts, k and expert_dropout (sigma_moe).
 
     Raises:
         UserError: A size or option is unknown or out of range.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reluformer.checkpoint import load_run
+from reluformer.config.migration import migrate
 from reluformer.config.recipe import Recipe, load_recipe
 from reluformer.console import guarded
 from reluformer.errors import Diverged
@@ -235,7 +236,7 @@ def _curve(run: Path) -> list[dict[str, Any]]:
     """Logged points of a run with the fields that reports use."""
     path = run / run_dir.METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    points = (json.loads(line) for line in lines)
+    points = (migrate(json.loads(line)) for line in lines)
     return [_short({key: p[key] for key in _CURVE if key in p}) for p in points]
 
 
