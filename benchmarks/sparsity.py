@@ -146,7 +146,7 @@ def page_bound(q: Tensor, k: Tensor, n: Tensor, size: int) -> Tensor:
 
 
 def _best_product(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """[..., rows, pages] from q [..., rows, D] and bounds [..., pages, D], as in the kernel."""
+    """[..., rows, pages] from q [..., rows, D] and bounds [..., pages, D]."""
     # Covers the rounding of the products and of the bound.
     slack = q.shape[-1] * 2.0**-21
     low, high, far = (each.mT for each in (low, high, torch.maximum(low.abs(), high.abs())))
