@@ -20,17 +20,24 @@ settings.load_profile("suite")
 
 # Left out of `make quick`: tests that interpret kernels, train models or start processes.
 SLOW = (
+    "tests/bench/test_command.py::test_a_quick_run",
     "tests/benchmarks/test_training.py",
     "tests/context_parallel/test_context_parallel.py",
     "tests/model/test_learning.py",
+    "tests/model/test_transformer.py::test_compiles",
     "tests/ops/backends/cpu/native/test_library.py",
     "tests/ops/backends/triton/",
-    "tests/test_cli.py::test_two_ranks",
+    "tests/ops/test_varlen.py",
     "tests/study/test_run.py",
+    "tests/test_cli.py::test_a_closed_pipe",
+    "tests/test_cli.py::test_a_full_disk",
+    "tests/test_cli.py::test_any_bytes",
+    "tests/test_cli.py::test_two_ranks",
     "tests/test_end_to_end.py",
     "tests/train/test_alignment.py",
-    "tests/train/test_kill.py",
     "tests/train/test_data_parallel.py",
+    "tests/train/test_kill.py",
+    "tests/translation/test_translator.py::test_a_line_of_100_000_characters",
 )
 
 
