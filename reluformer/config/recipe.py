@@ -115,6 +115,8 @@ def load_recipe(source: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(source)
     if not path.suffix and len(path.parts) == 1 and str(source) == path.name:
         path = recipes.path(path.name)
+    elif path.stem in recipes.names() and not path.exists():
+        raise UserError(f"{path} does not exist; the shipped recipe is called {path.stem}")
     file = read_yaml(path)
     assigned = parse_assignments(overrides)
     try:

@@ -18,13 +18,9 @@ def path(name: str) -> Path:
     Raises:
         UserError: There is no shipped recipe of that name.
     """
-    file = _FOLDER / f"{name}.yaml"
     if name not in names():
-        raise UserError(
-            f"recipe must be one of {', '.join(names())}, or the path of a YAML file such as "
-            f"./{name}.yaml; got {name!r}"
-        )
-    return file
+        raise UserError(f"recipe must be one of {', '.join(names())}, or a YAML file, got {name!r}")
+    return _FOLDER / f"{name}.yaml"
 
 
 def summary(name: str) -> str:

@@ -203,8 +203,8 @@ class Translator:
         )
         if segmented.long:
             log.warning(
-                "%d of %d lines have more than %d tokens and are translated in pieces, the first "
-                "of them line %d",
+                "%d of %d line(s) have more than %d tokens and are translated in pieces; the first "
+                "is line %d",
                 len(segmented.long),
                 len(lines),
                 self.max_length - 1,
@@ -213,8 +213,8 @@ class Translator:
         incomplete = self._fill(segmented)
         if incomplete:
             log.warning(
-                "%d translations reached the maximum length and may be incomplete or repetitive, "
-                "the first of them in line %d",
+                "%d translation(s) reached the maximum length and may be incomplete or repetitive; "
+                "the first is in line %d",
                 len(incomplete),
                 numbers[min(incomplete)],
             )

@@ -53,13 +53,22 @@ def test_recipes_are_part_of_the_package() -> None:
     assert recipes.path("tiny").is_relative_to(Path(reluformer.__file__).parent)
 
 
-@pytest.mark.parametrize("name", ["sentense", "", ".", "..", "tiny/"])
-def test_an_unknown_recipe_name_lists_the_shipped_ones(name: str) -> None:
+def test_an_unknown_recipe_name_lists_the_shipped_ones() -> None:
     with pytest.raises(UserError) as caught:
-        load_recipe(name)
-    if name == "sentense":
-        known = ", ".join(recipes.names())
-        assert str(caught.value).startswith(f"recipe must be one of {known}, or the path")
+        load_recipe("sentense")
+    known = ", ".join(recipes.names())
+    assert str(caught.value) == f"recipe must be one of {known}, or a YAML file, got 'sentense'"
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "/"])
+def test_a_folder_is_not_a_recipe(path: str) -> None:
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load_recipe(path)
+
+
+def test_the_path_of_a_missing_file_hints_at_the_shipped_name() -> None:
+    with pytest.raises(UserError, match=r"^tiny.yaml does not exist; .* is called tiny$"):
+        load_recipe("tiny.yaml")
 
 
 def test_a_name_is_shipped_and_a_path_is_a_file(
