@@ -60,7 +60,7 @@ def test_an_unknown_recipe_name_lists_the_shipped_ones() -> None:
     assert str(caught.value) == f"recipe must be one of {known}, or a YAML file, got 'sentense'"
 
 
-@pytest.mark.parametrize("path", ["", ".", "..", "/"])
+@pytest.mark.parametrize("path", ["", ".", "../", "/"])
 def test_a_folder_is_not_a_recipe(path: str) -> None:
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         load_recipe(path)
