@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "reluformer"
 KERNELS = PACKAGE / "ops" / "backends" / "triton"
@@ -37,9 +39,11 @@ OPTIONAL_MODULES = (
     "matplotlib",
     "reluformer.ops.backends.triton.hopper",
     "reluformer.ops.backends.triton.portable",
+    "reluformer.ops.backends.triton.run_append",
     "reluformer.ops.backends.triton.run_backward",
     "reluformer.ops.backends.triton.run_decode",
     "reluformer.ops.backends.triton.run_forward",
+    "reluformer.ops.backends.triton.run_packed",
     "tensorboard",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -48,7 +52,12 @@ OPTIONAL_MODULES = (
     "triton",
 )
 # These keep the start of the command line and of the package fast.
-LAZY_IMPORTERS = ("reluformer/__init__.py", "reluformer/__main__.py", "reluformer/cli/")
+LAZY_IMPORTERS = (
+    "reluformer/__init__.py",
+    "reluformer/__main__.py",
+    "reluformer/cli/",
+    "reluformer/console.py",
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -105,6 +114,14 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
 
 def kernel_files() -> list[Path]:
     return [path for path in KERNELS.rglob("*.py") if any(is_kernel(f) for f in functions(path))]
+
+
+def test_slow_tests_are_listed_under_their_present_names() -> None:
+    for entry in SLOW:
+        path, _, function = entry.partition("::")
+        assert (ROOT / path).exists(), entry
+        if function:
+            assert f"def {function}" in (ROOT / path).read_text(encoding="utf-8"), entry
 
 
 @pytest.mark.parametrize("folder", ["reluformer", "benchmarks", "tests", "tools"])

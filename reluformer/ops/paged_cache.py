@@ -13,6 +13,7 @@ from reluformer.errors import UserError
 from reluformer.ops.api import relu_attention
 from reluformer.ops.backends.fused import per_head_rule
 from reluformer.ops.backends.torch_state import needs_grad
+from reluformer.ops.backends.triton.op import paged_attention, supports
 from reluformer.ops.checks import FLOATS
 from reluformer.ops.rule import Rectified
 
@@ -73,7 +74,7 @@ class PagedCache:
         return self.table.shape[0]
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
-        """Give every sequence pages for so many tokens in all, one number or one per sequence.
+        """Allocate pages for a total number of tokens, one for all sequences or one per sequence.
 
         `append` does it by itself, except while a CUDA graph is recorded: reserve before.
         """
@@ -156,8 +157,6 @@ class PagedCache:
         return keys, values
 
     def _why_not_triton(self) -> str | None:
-        from reluformer.ops.backends.triton.op import supports
-
         if torch.compiler.is_compiling():
             return "a compiler cannot trace its launch"
         return supports(self.keys, self.keys, self.values, scale=1.0, power=1)
@@ -232,8 +231,6 @@ def decode_attention(
     if _use_triton(
         impl, "decode_attention", q.is_cuda, lambda: _why_not_triton(q, cache, scale, rule)
     ):
-        from reluformer.ops.backends.triton.op import paged_attention
-
         return paged_attention(q, cache, per_head_rule(rule, q), scale=scale, causal=causal)
     keys, values = cache.dense()
     return relu_attention(
@@ -272,8 +269,6 @@ def _use_triton(impl: str, name: str, automatic: bool, why_not: Callable[[], str
 
 
 def _why_not_triton(q: Tensor, cache: PagedCache, scale: float, rule: Rectified) -> str | None:
-    from reluformer.ops.backends.triton.op import supports
-
     learned = (q, rule.gamma, rule.threshold)
     if needs_grad(*learned):
         return "it has no gradients, and one is asked for"
