@@ -1,4 +1,4 @@
-"""The benchmark's packed sequences, on the interpreter: what they are, and that the gate knows."""
+"""Packed sequences of the benchmark, in the interpreter: their lengths and their check."""
 
 from dataclasses import replace
 

@@ -19,7 +19,7 @@ def test_the_product_has_either_epilogue() -> None:
     torch.testing.assert_close(benchmark.product(a, b, gate, TILE), gated)
 
 
-def test_who_agrees_with_float64_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_that_agree_with_float64_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = benchmark.Case(benchmark.TOY, 16, 32)
     memory, broken = case.runs["memory"], "Triton 32x16, both"
     case.runs = {**case.runs, "wrong": lambda: 1.01 * memory()}

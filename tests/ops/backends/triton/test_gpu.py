@@ -1,4 +1,4 @@
-"""The kernels on the device: every tile of the table, every type, real lengths. `pytest -m gpu`."""
+"""The kernels on a GPU (`pytest -m gpu`): all tiles of the table, dtypes and realistic lengths."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_matches_the_formula(case: Case, dtype: torch.dtype) -> None:
 
 
 def check_or_refusal(case: Case, dtype: torch.dtype) -> None:
-    """The formula, or for the powers that float16 cannot hold a refusal."""
+    """Compare with the formula, or expect an error for powers that float16 cannot represent."""
     given = arguments(case, dtype, "cuda")
     if case.power <= 2 or dtype != torch.float16:
         check(op.attend, given, *LOOSE[dtype])
@@ -57,7 +57,7 @@ def test_every_tile(kernel: tuning.Kernel, width: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_sampled_entropies_are_some_of_all(width: int, causal: bool) -> None:
+def test_sampled_entropies_equal_the_full_ones(width: int, causal: bool) -> None:
     case = Case("sampled", batch=2, queries=700, keys=700, width=width, value_width=width)
     case = replace(case, causal=causal, gamma=True, statistics=2)
     given = arguments(case, torch.bfloat16, "cuda")
@@ -98,7 +98,7 @@ def _medium(row_normalise: float | None) -> Arguments:
     return arguments(case, torch.bfloat16, "cuda")
 
 
-either = pytest.mark.parametrize("row_normalise", [None, 0.01], ids=["plain", "divided"])
+either = pytest.mark.parametrize("row_normalise", [None, 0.01], ids=["plain", "row-normalised"])
 
 
 @either
@@ -107,7 +107,7 @@ def test_compiled_without_a_graph_break(row_normalise: float | None) -> None:
 
 
 @either
-def test_prepared_launches_repeat_the_first_bit_by_bit(row_normalise: float | None) -> None:
+def test_direct_launches_repeat_the_first_launch_bit_by_bit(row_normalise: float | None) -> None:
     # Other tests may have left launches that failed.
     launch.LAUNCHES.clear()
     run_backward.BACKWARD_LAUNCHES.clear()
@@ -145,7 +145,7 @@ def test_captured_in_a_graph(row_normalise: float | None) -> None:
     assert torch.equal(captured, wanted)
 
 
-def test_lengths_do_not_compile_again() -> None:
+def test_new_lengths_do_not_compile_again() -> None:
     from reluformer.ops.backends.triton.portable.forward import forward_kernel
 
     def kernels() -> int:

@@ -1,4 +1,4 @@
-"""The fused kernels against the formula: on the interpreter, and on the device under `-m gpu`."""
+"""The fused kernels against the formula, in Triton's interpreter or, with `-m gpu`, on a GPU."""
 
 import os
 from dataclasses import replace
@@ -37,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _small(one_loop: bool) -> dict[tuning.Kernel, Tile]:
-    """Small tiles that separate whole from masked tiles, or do not."""
+    """Small tiles with separate loops for whole and masked tiles, or with one loop."""
     return {kernel: replace(SMALL[kernel], one_loop=one_loop) for kernel in KERNELS}
 
 
@@ -93,7 +93,7 @@ def test_float16(row_normalise: float | None) -> None:
     [(torch.float16, 1, 1e2, 2e-3), (torch.float32, 4, 1e5, 2e-6)],
     ids=["float16", "power four"],
 )
-def test_scales_what_would_leave_the_range(
+def test_huge_scores_stay_in_range(
     dtype: torch.dtype, power: int, size: float, bound: float
 ) -> None:
     case = Case("large", queries=16, keys=16, power=power, threshold=0.05)
@@ -117,7 +117,7 @@ def _dropout_case(power: int) -> tuple[Arguments, Tensor]:
 
 def _check_dropout(power: int, row_normalise: float | None = None) -> None:
     given, kept = _dropout_case(power)
-    # Rows are divided by their sums before dropout.
+    # Rows are normalised by their sums before dropout.
     given.options["row_normalise"] = row_normalise
     assert 0.1 < float((kept > 0).float().mean()) < 0.5
     assert torch.allclose(kept[kept > 0], torch.tensor(1 / 0.6, device=DEVICE), rtol=1e-2)
@@ -150,7 +150,7 @@ def test_dropout_looks_random() -> None:
         )
         masks.append((shown[0] > 0).double() - 0.7)
     first, second = masks
-    # Share of what is kept, in all, in each row and in each column; then no pair is related.
+    # The kept share overall, per row and per column; then pairs are uncorrelated.
     assert abs(float(first.mean())) < 0.012
     assert float(first.mean(-1).abs().max()) < 0.2 and float(first.mean(-2).abs().max()) < 0.25
     pairs = [
@@ -223,7 +223,7 @@ def test_packed_sequences(tma: bool, row_normalise: float | None, one_loop: bool
 @on_cpu
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("one_loop", [False, True])
-def test_padding_may_hold_anything(one_loop: bool, tma: bool) -> None:
+def test_padding_may_contain_nan(one_loop: bool, tma: bool) -> None:
     case = Case(
         "poisoned padding", batch=2, key_lengths=(20, 0), threshold=(-0.3, 0.3), statistics=2,
         row_normalise=0.1 if tma else None,
@@ -328,7 +328,7 @@ def test_refuses_in_one_sentence(change: dict[str, Any], message: str) -> None:
         relu_attention(q, k, v, impl="triton", **change)
 
 
-def test_high_powers_refuse_float16_however_it_comes() -> None:
+def test_high_powers_refuse_float16_inputs_and_autocast() -> None:
     q = torch.zeros(1, 2, 3, 16, device=DEVICE)
     text = "impl='triton' cannot run this relu attention: power 4 needs bfloat16 or float32"
     with pytest.raises(UserError, match=text):

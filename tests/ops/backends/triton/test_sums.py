@@ -1,4 +1,4 @@
-"""Row sums and entropies out of the kernels, from the public function to the models' losses."""
+"""Row sums and entropies of the kernels, in the public function and in the losses of models."""
 
 import itertools
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ def test_losses_of_a_model() -> None:
 
 
 def test_a_recording_layer_compiles_without_a_graph_break() -> None:
-    """What compilers see are the operators, not what the kernels do."""
+    """A compiler sees the operators, not the kernels."""
     config = small(width=32, heads=2, kv_heads=1)
     layer = MultiHeadAttention(config, AttentionConfig(impl="triton", gamma="head"), causal=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -1,4 +1,4 @@
-"""What the tile benchmarks try; their timing needs a GPU."""
+"""Candidates of the tile benchmark; timing them needs a GPU."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from reluformer.ops.backends.triton import tuning
 
 
 @pytest.mark.parametrize("case", sweep.CASES, ids=str)
-def test_the_tables_choice_is_among_the_candidates(case: sweep.Case) -> None:
+def test_the_tile_of_the_table_is_a_candidate(case: sweep.Case) -> None:
     for kernel in sweep.KERNELS:
         tried = sweep.candidates(case, kernel)
         assert tried[0] in tuning.every(kernel, case.width, itemsize=2)

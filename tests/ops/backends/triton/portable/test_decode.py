@@ -1,4 +1,4 @@
-"""Decoding: few rows, many keys. Poisoned memory proves what is never read."""
+"""Decoding: few rows, many keys. NaN in memory that must not be read shows every read."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ CASES = [
         statistics=1,
     ),
     Case(
-        "power three",
+        "groups, power four",
         heads=4,
         queries=3,
         power=4,
@@ -59,12 +59,25 @@ CASES = [
     Case("window", queries=3, keys=50, window=7, length_exponent=1.0),
     Case("fewer keys than queries", queries=9, keys=5, causal=True),
     Case("widths", queries=2, width=96, value_width=32, length_exponent=0.0),
-    Case("divided", heads=4, queries=3, power=4, threshold=-1.0, causal=True, row_normalise=1e-4),
     Case(
-        "divided, mask", queries=5, mask=(1, 1, 5, 45), gamma=True, statistics=1, row_normalise=0.1
+        "row-normalised",
+        heads=4,
+        queries=3,
+        power=4,
+        threshold=-1.0,
+        causal=True,
+        row_normalise=1e-4,
     ),
     Case(
-        "divided, padding, nothing",
+        "row-normalised, mask",
+        queries=5,
+        mask=(1, 1, 5, 45),
+        gamma=True,
+        statistics=1,
+        row_normalise=0.1,
+    ),
+    Case(
+        "normalised, padding, nothing",
         batch=2,
         queries=2,
         key_lengths=(0, 40),
@@ -81,7 +94,7 @@ def decoded(given: Arguments, tile: Tile) -> Tensor:
 
 
 def results(given: Arguments, tile: Tile) -> list[Tensor]:
-    """Output and, on request, row sums of the decoding kernel, which must be the one that runs."""
+    """Output and requested row sums of the decoding kernel; fails if another kernel runs."""
     q, k, v = (given.leaves[name].detach() for name in "qkv")
     options = {
         name: value.detach() if isinstance(value, Tensor) else value
@@ -98,7 +111,7 @@ def results(given: Arguments, tile: Tile) -> list[Tensor]:
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_matches_the_formula(at: int) -> None:
     given = arguments(CASES[at], torch.float32, "cpu", transposed=at % 2 == 0)
-    # Masks and divisors need both ways: counts and sums are summed too.
+    # Masks and row normalisation with and without a split: counts and sums are combined too.
     both = CASES[at].mask is not None or CASES[at].row_normalise is not None
     for tile in (SPLIT, WHOLE) if both else (WHOLE if at % 3 == 2 else SPLIT,):
         for found, wanted in zip(results(given, tile), expected(given)[0], strict=True):
@@ -113,16 +126,18 @@ def test_float16() -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("row_normalise", [None, 0.1], ids=["undivided", "divided"])
+@pytest.mark.parametrize("row_normalise", [None, 0.1], ids=["plain", "row-normalised"])
 @pytest.mark.parametrize("mask", [None, (1, 2, 3, 45)], ids=["plain", "mask"])
-def test_gradients_pass_through(mask: tuple[int, ...] | None, row_normalise: float | None) -> None:
+def test_gradients_of_a_decoded_output(
+    mask: tuple[int, ...] | None, row_normalise: float | None
+) -> None:
     case = Case("gradients", queries=3, mask=mask, gamma=True, threshold=(0.1, -0.1))
     case = replace(case, statistics=int(row_normalise is None), row_normalise=row_normalise)
     with tuning.override({"decode": SPLIT, **dict.fromkeys(("dkv", "dq"), Tile(16, 16, 4, 1))}):
         check(op.attend, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
 
 
-def test_what_is_asked_for_decides_which_kernel_runs() -> None:
+def test_when_the_decoding_kernel_runs() -> None:
     x = torch.zeros(1, 2, 16, 16)
 
     def problem(q: Tensor, dropout_p: float = 0.0, cu: Tensor | None = None) -> Problem:
@@ -136,7 +151,7 @@ def test_what_is_asked_for_decides_which_kernel_runs() -> None:
 
 
 @on_cpu
-def test_a_growing_cache_prepares_nothing_twice() -> None:
+def test_a_growing_cache_reuses_its_launches() -> None:
     launch.SIZED_LAUNCHES.clear()
     keys = torch.randn(1, 2, 128, 16)
     with tuning.override({"decode": SPLIT}):
@@ -152,7 +167,7 @@ def test_a_growing_cache_prepares_nothing_twice() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"power": 4, "row_normalise": 0.01}], ids=["plain", "normalised"]
 )
-def test_models_decode_with_it(options: dict[str, float]) -> None:
+def test_beam_search_uses_the_decoding_kernel(options: dict[str, float]) -> None:
     found = []
     for impl in ("reference", "triton"):
         torch.manual_seed(0)
@@ -176,7 +191,7 @@ def test_models_decode_with_it(options: dict[str, float]) -> None:
 
 
 def zero_rows(given: Arguments) -> Tensor:
-    """[B, Hkv, Tk]: which values have no weight for any row of their group."""
+    """[B, Hkv, Tk]: whether a value has zero weight for all rows of its group."""
     q, k = (given.leaves[name].detach().double() for name in "qk")
     group = q.shape[1] // k.shape[1]
     score = q.unflatten(1, (-1, group)) @ k.unsqueeze(2).transpose(-2, -1)
@@ -201,12 +216,12 @@ def test_values_without_weight_are_never_read() -> None:
         for name in "kv":
             given.leaves[name][1, :, 50:] = NAN
     assert torch.equal(decoded(given, SPLIT), wanted)
-    # The poison works: a kernel that reads all values shows it.
+    # Control: a kernel that reads all values returns NaN.
     assert decoded(given, Tile(16, 16, 4, 1, skip=False)).isnan().any()
 
 
 @on_cpu
-def test_a_key_that_is_no_number_shows() -> None:
+def test_a_nan_key_reaches_the_output() -> None:
     given = arguments(Case("nan", queries=1), torch.float32, "cpu")
     with torch.no_grad():
         given.leaves["k"][0, 0, 20] = NAN
@@ -216,7 +231,7 @@ def test_a_key_that_is_no_number_shows() -> None:
 def cache_of(
     lengths: list[int], page_size: int = 16, width: int = 16, clusters: bool = False, **options: Any
 ) -> PagedCache:
-    """A filled cache in poisoned memory; pages of the sequences lie mixed, keys near a centre."""
+    """A filled cache whose unused memory is NaN; the pages of the sequences are interleaved."""
     pages = sum(-(-length // page_size) for length in lengths)
     cache = PagedCache(
         len(lengths), 2, width, pages=pages, page_size=page_size,
@@ -250,7 +265,8 @@ def test_pages(page_size: int, rows: int, causal: bool, tile: Tile) -> None:
     q = torch.randn(3, 4, rows, 16)
     options: dict[str, Any] = {
         "gamma": torch.rand(4) + 0.5, "threshold": torch.tensor([0.3, -0.2, 0.0, 0.5]),
-        "power": 2 if rows == 1 else 4, "causal": causal, "row_normalise": 0.01 if rows > 1 else None,
+        "power": 2 if rows == 1 else 4, "causal": causal,
+        "row_normalise": 0.01 if rows > 1 else None,
     }  # fmt: skip
     with tuning.override({"decode": tile}):
         found = decode_attention(q, cache, impl="triton", **options)

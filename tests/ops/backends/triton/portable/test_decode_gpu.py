@@ -1,4 +1,4 @@
-"""Decoding on the device: every width, type and tile, real lengths, graphs. `pytest -m gpu`."""
+"""Decoding on a GPU (`pytest -m gpu`): all widths, dtypes and tiles, long caches, CUDA graphs."""
 
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ def test_values_without_weight_are_never_read(queries: int) -> None:
 
 
 def filled(page_size: int, dtype: torch.dtype, width: int = 64) -> PagedCache:
-    """Three sequences of up to 4000 keys, each page near a centre of its own; NaN elsewhere."""
+    """Three sequences of up to 4000 keys in a cache whose unused memory is NaN."""
     lengths = [4000, 1, 777]
     cache = PagedCache(
         3, 2, width, pages=300 * 16 // page_size + 3, page_size=page_size, max_length=4096,
@@ -130,7 +130,7 @@ def test_steps_captured_in_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step(recorded)
-    # Recording runs nothing, but the host has counted one step.
+    # Recording a graph runs no kernel, but the host has counted one step.
     for new in steps:
         key.copy_(new)
         graph.replay()
@@ -138,7 +138,7 @@ def test_steps_captured_in_a_graph() -> None:
     assert torch.equal(recorded.lengths, plain.lengths)
 
 
-def test_lengths_neither_compile_nor_wait() -> None:
+def test_new_lengths_neither_compile_nor_synchronise() -> None:
     from reluformer.ops.backends.triton.portable.decode import decode_kernel
 
     def kernels() -> int:

@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = _spy(monkeypatch)
-    # Blocks of 64 queries and 64 keys: tiles of one and of two such, in either kernel.
+    # A block has 64 queries and 64 keys; tiles of one and two blocks in either kernel.
     keys, queries = ((64, 128), (128, 64), (64, 64))[at % 3]
     small: dict[tuning.Kernel, Tile] = {
         "forward": Tile(16, 32, 4, 1),
@@ -44,7 +44,7 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "dq": Tile(queries, (128, 64)[at // 2 % 2], 4, 1, one_loop=at % 4 == 3),
     }
     case = CASES[at]
-    # All heads at once, two key heads of a batch, one.
+    # Signs of all heads at once, of one batch, and of one key head.
     for fit in (case.batch * case.heads, case.heads, case.heads // (case.kv_heads or case.heads)):
         limit = fit * 256 * (256 if case.keys > 128 else 128) // 8
         with tuning.override(small, tma=at % 2 > 0, sign_bytes=limit):
@@ -54,12 +54,12 @@ def test_gradients_from_signs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_cpu
-def test_parts_of_another_whole_take_no_launch_of_it() -> None:
-    """Two heads at a time, of four and of eight: rows of what is written are not equally far."""
+def test_parts_of_other_tensors_have_other_launches() -> None:
+    """Two heads at a time, of four and of eight: the outputs have other strides, the inputs not."""
     small: dict[tuning.Kernel, Tile] = {"dkv": Tile(64, 64, 4, 1), "dq": Tile(64, 64, 4, 1)}
     for heads in (4, 8):
         made = arguments(replace(ODD, heads=heads, kv_heads=heads), torch.float32, "cpu")
-        # Rows of what is read are: they lie in tensors with room for ten heads.
+        # The inputs are slices of tensors with ten heads, so their strides are the same.
         wide = {name: _in_ten_heads(made.leaves[name]) for name in "qkv"}
         made.leaves |= {name: each.requires_grad_() for name, each in wide.items()}
         made.cotangents[0] = _in_ten_heads(made.cotangents[0])
@@ -68,7 +68,7 @@ def test_parts_of_another_whole_take_no_launch_of_it() -> None:
 
 
 def _in_ten_heads(given: Tensor) -> Tensor:
-    """The same numbers [B, H, T, D], the first of ten heads in [B, T, 10, D]."""
+    """The same values [B, H, T, D] as the first heads of a tensor [B, T, 10, D]."""
     batch, heads, rows, width = given.shape
     room = torch.zeros(batch, rows, 10, width)
     room[:, :, :heads] = given.detach().transpose(1, 2)
@@ -102,7 +102,7 @@ def _heads(
     return backward_choice.choose(problem, level, q).sign_heads
 
 
-def test_where_signs_are_kept() -> None:
+def test_when_signs_are_stored() -> None:
     mask = torch.ones(1, dtype=torch.bool)
     assert _heads(1024) == 32
     nowhere: list[dict[str, Any]] = [{"power": 2}, {"dropout_p": 0.1}, {"mask": mask}, {"level": 2}]
@@ -153,7 +153,7 @@ def test_gradients_from_signs_on_the_device(at: int, width: int, dtype: torch.dt
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_signs_change_nothing_but_rounding() -> None:
+def test_signs_only_change_the_rounding_of_dq() -> None:
     made = arguments(
         replace(ODD, queries=2000, keys=2000, width=64, causal=True), torch.bfloat16, "cuda"
     )
