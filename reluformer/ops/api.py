@@ -86,7 +86,7 @@ def attention(
 ) -> AttentionResult: ...
 @overload
 def attention(name: str, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor: ...
-def attention(  # type: ignore[misc]  # the overloads abridge the keywords
+def attention(
     name: str,
     q: Tensor,
     k: Tensor,

@@ -46,15 +46,15 @@ class Attention:
     @cached_property
     def defaults(self) -> dict[str, Any]:
         """Default values of the options."""
-        found: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         for function in (self.weigh, self.rule, self.output_transform):
-            found |= {} if function is None else _keywords(function)
-        found.pop("second", None)
-        return found
+            defaults |= {} if function is None else _keywords(function)
+        defaults.pop("second", None)
+        return defaults
 
     @property
     def regularisable(self) -> bool:
-        """Whether row sums are learned and matter: rectified weights, no norm that undoes sums."""
+        """Whether a loss on row sums has an effect: rectified weights without an output norm."""
         return self.rule is not None and self.output_transform is None
 
     def rectified(self, options: Mapping[str, Any]) -> Rectified | None:
@@ -82,18 +82,20 @@ class Attention:
         return 1 / math.sqrt(max(width // 2 if self.halves else width, 1))
 
 
-# Every call asks; a dictionary, because compilers warn about functools.cache.
+# A dictionary, because torch.compile warns about functools.cache.
 _KEYWORDS: dict[Callable[..., Any], dict[str, Any]] = {}
 
 
 def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
-    """Its keyword-only parameters with their defaults."""
-    found = _KEYWORDS.get(function)
-    if found is None:
+    """The function's keyword-only parameters with their defaults."""
+    keywords = _KEYWORDS.get(function)
+    if keywords is None:
         parameters = inspect.signature(function).parameters.values()
-        found = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        _KEYWORDS[function] = found
-    return found
+        keywords = {
+            p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        _KEYWORDS[function] = keywords
+    return keywords
 
 
 def _pick(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one idea: a memory is weights(q K^T) V.
+"""A memory: weights(q K^T) V, the operation that attention and feed-forward layers share.
 
 Attention reads a *local* memory, whose keys and values are other tokens. A feed-forward layer reads
 a *global* one, whose keys and values are parameters. Both call `read`; they differ only in where K
@@ -17,9 +17,9 @@ from reluformer.ops.visibility import count_visible
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores with what a weight function may know about them.
+    """Scores, their visibility and the width of the queries: the input of a weight function.
 
-    values   [..., Tq, Tk]; hidden entries hold 0, whatever the keys there contained
+    values   [..., Tq, Tk]; hidden entries are 0, whatever the hidden keys contain
     visible  bool, broadcastable to `values`, or None when every key is visible
     width    D, the width of the queries and keys that made the scores
     """
@@ -60,9 +60,9 @@ def read(
 ) -> tuple[Tensor, Tensor]:
     """Read a memory: weights [..., Tq, Tk] from the scores, then weights @ values [..., Tq, Dv].
 
-    The weights are masked here, once for every attention: a function with f(0) != 0 cannot leak.
-    The returned weights are those before dropout. A memory without keys is never weighed, so that
-    weight functions may count on one key at least.
+    The weights are masked here for every attention, so that a function with f(0) != 0 cannot leak.
+    The returned weights are those before dropout. Weight functions are not called for a memory
+    without keys.
     """
     if scores.values.shape[-1] == 0:
         return scores.values @ values, scores.values
@@ -74,5 +74,5 @@ def read(
 
 
 def _narrower(weights: Tensor, values: Tensor) -> bool:
-    """Whether autocast has made the weights in half precision and will do so with the values."""
+    """Whether autocast computed the weights in half precision and will round the values too."""
     return weights.element_size() < values.element_size()

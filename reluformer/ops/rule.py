@@ -20,12 +20,12 @@ class Rectified:
 
     With unit-variance scores the sum of n rectified values has variance n/2, so exponent 0.5 keeps
     the output's variance at 1 for every length (ReLUFormer, Eq. 6). Exponent 1 with gamma 2 is
-    ReLU/n (Wortsman et al. 2023), exponent 0 is plain ReLU. A negative threshold opens keys. The
+    ReLU/n (Wortsman et al. 2023), exponent 0 is plain ReLU. A negative threshold admits keys. The
     power is 1, 2, 4 or 8.
 
     gamma and threshold are numbers or tensors of one value per head, [H]; a threshold may also be
-    one per row, broadcastable to [B, H, Tq, 1]. With `row_normalise`, each row is divided by its sum
-    plus that number: competition between keys, as in softmax, without exponentials or a maximum.
+    one per row, broadcastable to [B, H, Tq, 1]. With `row_normalise`, each row is divided by its
+    sum plus that number: keys compete, as in softmax, without exponentials or a maximum.
     """
 
     gamma: float | Tensor = 1.0
@@ -52,7 +52,7 @@ class Rectified:
             )
         if self.row_normalise is not None and self.negative_slope > 0:
             raise UserError(
-                f"row_normalise needs negative_slope to be 0, for rows could sum to nothing, "
+                f"row_normalise needs negative_slope to be 0, because rows could sum to 0, "
                 f"got {self.negative_slope}"
             )
 
@@ -72,7 +72,7 @@ class Rectified:
             active = torch.relu(shifted)
         active = raised(active, self.power)
         scale = self.row_scale(scores)
-        # Plain ReLU memories have nothing to scale, and each pass over the weights costs.
+        # Each pass over the weights costs time; plain ReLU memories need no scale.
         weights = active if isinstance(scale, float) and scale == 1 else active * scale
         if self.row_normalise is None:
             return weights
@@ -92,7 +92,7 @@ class Rectified:
 
 
 RELU = Rectified(length_exponent=0.0)
-"""max(s, 0) and nothing else."""
+"""Plain ReLU: max(s, 0)."""
 
 
 def raised(x: Tensor, power: int) -> Tensor:
@@ -112,7 +112,7 @@ def raised(x: Tensor, power: int) -> Tensor:
 
 
 def per_head(value: float | Tensor) -> float | Tensor:
-    """A number as it is; one value per head [H] as [H, 1, 1], to meet [B, H, Tq, Tk]."""
+    """A number as it is; one value per head [H] as [H, 1, 1], to broadcast to [B, H, Tq, Tk]."""
     if isinstance(value, Tensor) and value.dim() == 1:
         return value.view(-1, 1, 1)
     return value

@@ -8,39 +8,38 @@ from torch import Tensor
 from reluformer.ops.memory import hide
 
 ENTROPY_BLOCK = 256
-"""Query rows of a block whose entropies are computed or left out together: a power of two, and no
-tile of a kernel has more."""
+"""Number of query rows whose entropies are computed or left out together: a power of two, not
+smaller than the tile of any kernel."""
 
 SumsLevel = Literal["row_sum", "entropy"]
-"""Which sums over a row are wanted: of the weights, or those and what the entropy needs."""
+"""Requested row sums: sum(w), or sum(w) and the entropy."""
 
 
 class RowSums(NamedTuple):
-    """What sums over each query row tell, without a map; every field is [B, H, Tq].
+    """Statistics of each query row that need no map of weights; every field is [B, H, Tq].
 
-    The fields mean what they mean in `Stats`.
+    The fields are those of `Stats`. For packed sequences every field is [N, H].
     """
 
     row_sum: Tensor
     """sum_j |w_ij|, differentiable."""
     entropy: Tensor | None
-    """Entropy of the row-normalised weights, in nats, differentiable; None if not asked for. 0, and
-    constant, in rows that are not sampled."""
+    """Entropy of the row-normalised weights, in nats, differentiable; None if not requested. The
+    constant 0 in rows that are not sampled."""
     visible: Tensor
     """n, the number of keys the row can see."""
     sampled: Tensor | None = None
-    """Bool: the rows whose entropies were computed; None where it was all of them."""
+    """Bool: the rows whose entropies were computed; None if all were."""
 
 
 class Stats(NamedTuple):
-    """What each query row does with its keys; every field is [B, H, Tq].
+    """Statistics of the weights of each query row; every field is [B, H, Tq].
 
     For signed weights the sums and entropies are those of the absolute weights.
     """
 
     row_sum: Tensor
-    """sum_j |w_ij|, differentiable; before a rule divides by it (`Rectified.row_normalise`), so that a
-    loss can keep such rows alive."""
+    """sum_j |w_ij| before row normalisation, differentiable, so that a loss can keep rows alive."""
     entropy: Tensor
     """Entropy of the row-normalised weights, in nats, differentiable; 0 in a row without weight."""
     raw_entropy: Tensor
@@ -53,10 +52,10 @@ class Stats(NamedTuple):
     """n, the number of keys the row can see."""
 
 
-def summarise(weights: Tensor, visible: Tensor | None, undivided: Tensor | None = None) -> Stats:
+def summarise(weights: Tensor, visible: Tensor | None, unnormalised: Tensor | None = None) -> Stats:
     """Statistics of weights [B, H, Tq, Tk] under a visibility table broadcastable to them.
 
-    `undivided` are the weights before their rule divided rows by their sums; None if it does not.
+    `unnormalised` are the weights before row normalisation; None if the rule has none.
     """
     if visible is None:
         visible = torch.ones_like(weights, dtype=torch.bool)
@@ -69,7 +68,7 @@ def summarise(weights: Tensor, visible: Tensor | None, undivided: Tensor | None 
     # Without any key there is no largest weight; the row sum is 0 there, with the right shape.
     largest = hide(weights, visible, -torch.inf).amax(dim=-1) if weights.shape[-1] else row_sum
     return Stats(
-        row_sum=row_sum if undivided is None else undivided.abs().sum(dim=-1),
+        row_sum=row_sum if unnormalised is None else unnormalised.abs().sum(dim=-1),
         entropy=entropy_from_sums(row_sum, log_sum),
         raw_entropy=-log_sum,
         zeros=zeros,
@@ -79,11 +78,11 @@ def summarise(weights: Tensor, visible: Tensor | None, undivided: Tensor | None 
 
 
 def sampled_rows(batch: int, heads: int, rows: int, every: int, device: torch.device) -> Tensor:
-    """Which rows one block of `ENTROPY_BLOCK` query rows in `every` holds: bool [B, H, Tq].
+    """Rows whose entropies are computed, one block of `ENTROPY_BLOCK` in `every`: bool [B, H, Tq].
 
-    Block i of head h in batch element b is sampled where i + h + b is a multiple of `every`: the
-    choice moves on from head to head and from element to element, so that all positions take part
-    and short sequences, of a single block, are sampled in one of `every` heads each.
+    Block i of head h in batch element b is sampled if i + h + b is a multiple of `every`. The
+    blocks differ between heads and between batch elements, so that all positions take part and
+    sequences of a single block are sampled in one of `every` heads.
     """
     sizes = (-(-rows // ENTROPY_BLOCK), heads, batch)
     block, head, element = (torch.arange(size, device=device) for size in sizes)
@@ -94,10 +93,10 @@ def sampled_rows(batch: int, heads: int, rows: int, every: int, device: torch.de
 def row_sums(
     row_sum: Tensor, log_sum: Tensor | None, n: Tensor | int, entropy_every: int = 1
 ) -> RowSums:
-    """From sum(w) and, where entropies are wanted, sum(w ln w), both [B, H, Tq].
+    """`RowSums` from sum(w) and, if entropies are requested, sum(w ln w), both [B, H, Tq].
 
-    n, the number of visible keys, is broadcastable to them. Above 1, `entropy_every` leaves the
-    entropies of `sampled_rows`.
+    n, the number of visible keys, is broadcastable to them. With `entropy_every` above 1, only the
+    entropies of `sampled_rows` are kept.
     """
     if isinstance(n, int):
         visible = torch.full_like(row_sum, n)
@@ -124,7 +123,7 @@ def sum_of_w_log_w(weights: Tensor) -> Tensor:
 def entropy_from_sums(row_sum: Tensor, log_sum: Tensor) -> Tensor:
     """Entropy of w / sum(w) from sum(w) and sum(w ln w): ln S - (sum w ln w) / S; 0 where S = 0.
 
-    A row of underflowing weights counts as one without weight: its slope 1/S would overflow.
+    A row of underflowing weights counts as a row without weight, because 1/S would overflow.
     """
     live = row_sum > 1e6 * torch.finfo(row_sum.dtype).tiny
     total = torch.where(live, row_sum, 1.0)

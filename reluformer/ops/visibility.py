@@ -1,7 +1,7 @@
 """Which keys each query row can see, and how many.
 
-Everything that depends on a length (the ReLU scale, the sigmoid bias, log n temperatures) takes it
-from here: n is counted on the mask, so padding, caches and batch neighbours never change a result.
+Every length (in the ReLU scale, the sigmoid bias, log n temperatures) is counted on the mask, so
+that padding, caches and other batch elements do not change a result.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Visibility:
     def count(self, rows: int, keys: int, device: torch.device) -> Tensor | int:
         """n, the number of keys each row sees, broadcastable to [B, H, Tq].
 
-        Only a mask has to be counted; all else follows from where the rows stand.
+        Only a mask has to be counted; otherwise n follows from the positions of the rows.
         """
         if self.mask is not None:
             table = self.table(rows, keys, device)
@@ -66,7 +66,7 @@ class Visibility:
         if self.key_lengths is not None:
             end = self.key_lengths.to(device).clamp(0, keys).view(-1, 1, 1)
         elif rows == 1:
-            # The last position: nothing comes after it.
+            # A single row is the last position: it sees all keys.
             return keys if self.window is None else min(keys, self.window)
         if not self.causal and self.window is None:
             return end

@@ -1,4 +1,4 @@
-"""The reference implementation: eager, readable, every attention, any device, torch alone."""
+"""The reference backend: readable torch operations for every attention on any device."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,7 @@ def why_not(attention: Attention, call: Call) -> str | None:
 
 
 def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
-    """Score, weigh, read, finish: the definition that every other implementation must match.
+    """Scores, weights, output, output transform: the definition that every backend must match.
 
     Half-precision inputs are computed in float32; the output has the dtype of the input.
     """
@@ -50,24 +50,24 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
     output = attention.transform_output(output, options)
     stats = sums = None
     if call.return_stats or call.return_sums:
-        undivided = _undivided(first, weigh)
-        stats = summarise(weights, visible, undivided) if call.return_stats else None
-        whole = weights if undivided is None else undivided
-        sums = _sums(whole, call) if call.return_sums else None
+        unnormalised = _unnormalised(first, weigh)
+        stats = summarise(weights, visible, unnormalised) if call.return_stats else None
+        summed = weights if unnormalised is None else unnormalised
+        sums = _sums(summed, call) if call.return_sums else None
     return AttentionResult(
         output.to(call.q.dtype), weights if call.return_weights else None, stats, sums
     )
 
 
-def _undivided(scores: Scores, weigh: Weigh) -> Tensor | None:
-    """The weights [B, H, Tq, Tk] before their rule divides rows by their sums, if it does."""
+def _unnormalised(scores: Scores, weigh: Weigh) -> Tensor | None:
+    """The weights [B, H, Tq, Tk] before row normalisation; None if the rule has none."""
     if not isinstance(weigh, Rectified) or weigh.row_normalise is None:
         return None
     return hide(replace(weigh, row_normalise=None)(scores), scores.visible)
 
 
 def _sums(weights: Tensor, call: Call) -> RowSums:
-    """The sums that the call asks for, of weights [B, H, Tq, Tk]."""
+    """The requested row sums of weights [B, H, Tq, Tk]."""
     size = weights.abs()
     row_sum = size.sum(dim=-1)
     log_sum = sum_of_w_log_w(size) if call.return_sums == "entropy" else None
@@ -86,8 +86,8 @@ def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tenso
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Keeps autocast, where the device knows it, from rounding the scores to half precision."""
-    # Asked by name: torch's own question about a device is one that compilers cannot trace.
+    """Context in which autocast does not round the scores to half precision."""
+    # Compared by name, because torch.compile cannot trace `torch.amp.is_autocast_available`.
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -32,12 +32,12 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     """`torch.nn.functional.scaled_dot_product_attention` with our masks and empty rows."""
     rows, keys = call.q.shape[2], call.k.shape[2]
     rules = call.visibility
-    # torch aligns `is_causal` to the start, we to the end: the same only for square maps.
+    # torch aligns `is_causal` to the start, this library to the end: equal for square maps only.
     plainly_causal = rules.only_causal and rows == keys and call.bias is None
     visible = None if plainly_causal else rules.table(rows, keys, call.q.device)
     mask, empty = visible, None
     if visible is not None:
-        # A row that sees nothing would be NaN: let it see everything, then silence its output.
+        # A row that sees no key would be NaN: it sees all keys, and its output is set to zero.
         empty = ~visible.any(dim=-1, keepdim=True)
         mask = visible | empty
     if call.bias is not None:
@@ -59,7 +59,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
         )
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
-    # Under autocast torch answers in half precision; like the reference we answer in q's dtype.
+    # Under autocast torch returns half precision; the output has q's dtype, as in the reference.
     return AttentionResult(output.to(call.q.dtype), None, None)
 
 

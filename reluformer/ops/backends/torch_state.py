@@ -17,9 +17,13 @@ def is_untraced(tensor: Tensor) -> bool:
 
 def needs_grad(*values: object) -> bool:
     """Whether a gradient of any of these is recorded; numbers and None have none."""
-    return torch.is_grad_enabled() and any(
-        [isinstance(value, Tensor) and value.requires_grad for value in values]
-    )
+    if not torch.is_grad_enabled():
+        return False
+    # A loop is faster than `any` of a generator.
+    for value in values:  # noqa: SIM110
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return False
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -54,6 +54,8 @@ def stick_breaking(scores: Scores) -> Tensor:
     """sigmoid(s_j) times the product of (1 - sigmoid(s_k)) over the visible keys k after j.
 
     Keys are taken from the last to the first; each takes its share of what is left of the stick.
+    The paper's causal form excludes the query's own key (j < i). Here the visible keys are those of
+    every other attention, so that a causal query also sees its own key.
     """
     left = hide(functional.logsigmoid(-scores.values), scores.visible)
     # Shifted by one key before the sum: taking `left` off afterwards would cancel digits.

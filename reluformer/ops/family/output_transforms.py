@@ -1,4 +1,4 @@
-"""What some attentions do to their output [B, H, Tq, Dv]: norms and gates."""
+"""Output transforms [B, H, Tq, Dv] -> [B, H, Tq, Dv] of some attentions: norms and gates."""
 
 from torch import Tensor
 

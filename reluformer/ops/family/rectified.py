@@ -1,7 +1,7 @@
 """Rectified attentions: weights from max(s - threshold, 0), with no statistic over the row.
 
-Each function takes its options and returns a `Rectified` rule, so that one fast implementation
-serves them all. s is the scaled score, n the number of keys the row can see.
+Each function takes its options and returns a `Rectified` rule, which the fused backends run. s is
+the scaled score, n the number of keys the row can see.
 """
 
 from functools import partial

@@ -117,7 +117,9 @@ def lssar(scores: Scores, *, power: float = 3.0) -> Tensor:
 def differential(first: Scores, *, second: Scores, lam: float | Tensor = 0.2) -> Tensor:
     """softmax(s1) - lambda softmax(s2), s1 and s2 from the two halves of D.
 
-    `lam` is lambda, a number or one value per head [H]; 0.2 is the paper's value for layer 0.
+    `lam` is lambda, a number or one value per head [H]; 0.2 is the paper's start in layer 0.
+    The paper computes lambda as exp(a.b) - exp(c.d) + lambda_init from learned vectors, with
+    lambda_init = 0.8 - 0.6 exp(-0.3 layer); here lambda is free and starts alike in all layers.
     """
     return softmax(first) - per_head(lam) * softmax(second)
 

@@ -1,4 +1,4 @@
-"""Sparse attentions on the simplex: alpha-entmax, with sparsemax and entmax-1.5 as two members."""
+"""Sparse attentions whose rows sum to 1: alpha-entmax, with sparsemax and entmax-1.5."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ NEWTON_STEPS = 30
 def entmax(scores: Scores, *, alpha: float | Tensor = 1.5) -> Tensor:
     """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)), tau such that the row sums to 1.
 
-    `alpha` in (1, 2] is a number or one value per head [H]; it may be learned.
+    `alpha` in (1, 2] is a number or one value per head [H]. It has a gradient, but the models keep
+    it fixed; adaptively sparse transformers (Correia et al. 2019) learn one per head.
     """
     if not isinstance(alpha, Tensor) and not 1 < alpha <= 2:
         raise UserError(f"alpha must be greater than 1 and at most 2, got {alpha}")

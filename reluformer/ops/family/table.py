@@ -1,4 +1,4 @@
-"""The family: every attention by name. A new one is a function in `family/` and a row here."""
+"""The family of attentions by name. A new one is a function in `family/` and a row here."""
 
 from reluformer.errors import UserError
 from reluformer.ops.definition import Attention
@@ -93,7 +93,8 @@ _ROWS = (
     Attention(
         "entmax",
         "max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)), sum 1",
-        "Correia et al. 2019, Adaptively Sparse Transformers, arXiv 1909.00015",
+        "Peters et al. 2019, Sparse Sequence-to-Sequence Models, arXiv 1905.05702 (fixed alpha; "
+        "models do not learn it as in Correia et al. 2019, arXiv 1909.00015)",
         weigh=sparse.entmax,
     ),
     Attention(
@@ -146,7 +147,8 @@ _ROWS = (
     Attention(
         "differential",
         "RMSNorm((softmax(s1) - lambda softmax(s2)) V) (1 - lambda_init)",
-        "Ye et al. 2024, Differential Transformer, arXiv 2410.05258",
+        "Ye et al. 2024, Differential Transformer, arXiv 2410.05258 (there lambda is a difference "
+        "of exponentials and depends on the depth; here it is a number per head)",
         weigh=row_normalised.differential,
         output_transform=output_transforms.differential,
         halves=True,
@@ -185,7 +187,8 @@ _ROWS = (
     Attention(
         "stick_breaking",
         "sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))",
-        "Tan et al. 2024, Stick-breaking Attention, arXiv 2410.17980",
+        "Tan et al. 2024, Stick-breaking Attention, arXiv 2410.17980 (there a query does not see "
+        "its own key; here it does)",
         weigh=elementwise.stick_breaking,
         ordered=True,
     ),
@@ -213,7 +216,7 @@ _ROWS = (
 )
 
 ATTENTIONS: dict[str, Attention] = {row.name: row for row in _ROWS}
-"""Every attention by name; each is called like `reluformer.attention` without the name."""
+"""Definition of every attention by name; `reluformer.attention` runs them."""
 
 
 def lookup(name: str) -> Attention:

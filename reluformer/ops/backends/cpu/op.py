@@ -103,10 +103,10 @@ class _Attention(torch.autograd.Function):
             through = -row_dot * ratio
             constant = through if constant is None else constant + through
         rows = tables.RowTerms(grad, ratio, constant, log_slope)
-        with torch.autocast("cpu", enabled=False):
-            if plan.is_native:
-                dq, dk, dv, d_offset = native.backward(plan, q, k, v, threshold, rows)
-            else:
+        if plan.is_native:
+            dq, dk, dv, d_offset = native.backward(plan, q, k, v, threshold, rows)
+        else:
+            with torch.autocast("cpu", enabled=False):
                 dq, dk, dv, d_offset = tables.backward(plan, q, k, v, threshold, rows, x, kept)
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:
@@ -118,4 +118,4 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, d_gamma, d_threshold
 
 
-_apply: Any = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
+_apply: Any = super(torch.autograd.Function, _Attention).apply

@@ -23,6 +23,7 @@ from reluformer.ops.backends.cpu.plan import (
     score_offset,
     sum_dtype,
 )
+from reluformer.ops.rule import raised
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | float, Tensor | None, Tensor | None]
 """Output [B, H, Tq, Dv], row sums and sums of w ln w [B, H, Tq], row factors, and in plain torch,
@@ -81,7 +82,7 @@ def forward(
         if offset is not None and plan.adds_offset:
             by_head.add_(offset.to(x.dtype).view(-1, 1, 1))
         tiles.rectify_visible(plan, by_head, visible)
-        weight = tiles.raised(x, plan.power)
+        weight = raised(x, plan.power)
         tiles.add_sums(weight, x, sums, logs)
         if plan.dropout_p:
             kept = torch.empty_like(x).bernoulli_(1 - plan.dropout_p).div_(1 - plan.dropout_p)

@@ -153,7 +153,7 @@ class _Scratch:
 
 
 def _tile_sizes(plan: Plan, q: Tensor, tall: int, wide: int, tiles: int) -> tuple[int, int, int]:
-    """Height and width of a tile, and the number of tables in one; `tiles` of them fill the cache."""
+    """Height and width of a tile and its number of tables; `tiles` tiles fill the cache."""
     scores = SCORES[q.dtype] // tiles
     # A causal edge wastes half of the tile it crosses.
     height = max(1, min(ROWS[q.dtype] // (2 if plan.visibility.causal else 1), tall))

@@ -7,7 +7,7 @@ from reluformer.ops.backends.cpu.native.library import build
 
 
 def main() -> int:
-    """Build, unless that is done already; say in one line where, or why not."""
+    """Build the kernels if they are missing; print their path, or the reason for a failure."""
     try:
         print(f"compiled CPU kernels: {build()}")
     except UserError as problem:

@@ -1,7 +1,7 @@
-// Rectified attention on the CPU, compiled: what Python calls.
+// Rectified attention on the CPU: the functions that Python calls.
 //
-// The library knows nothing of torch. It gets addresses and strides, and scratch of the size it
-// asks for, aligned to 64 bytes, so that all memory is torch's; it throws nothing, keeps no state.
+// The library does not depend on torch. It receives addresses, strides and scratch memory, aligned
+// to 64 bytes, of the size that `*_scratch` returns. It throws no exceptions and keeps no state.
 
 #include <omp.h>
 
@@ -11,20 +11,20 @@
 
 namespace {
 
-// Packing keys for fewer rows than this takes longer than it saves.
+// Below this number of rows, packing the keys takes longer than it saves.
 constexpr int64_t FEW_ROWS = 4;
 
-bool few(const Problem& p) { return p.rows * (p.heads / p.key_heads) < FEW_ROWS; }
+bool is_decoding(const Problem& p) { return p.rows * (p.heads / p.key_heads) < FEW_ROWS; }
 
 template <class T>
 int64_t forward_size(const Problem& p) {
-  if (few(p)) return Decode<T>(p).size();
+  if (is_decoding(p)) return Decode<T>(p).size();
   return Forward<T>(p).size() * p.threads;
 }
 
 template <class T>
 void run_forward(const Problem& p, char* scratch) {
-  if (few(p)) return Decode<T>(p).run(scratch);
+  if (is_decoding(p)) return Decode<T>(p).run(scratch);
   Forward<T>(p).run(scratch);
 }
 
@@ -32,12 +32,12 @@ void run_forward(const Problem& p, char* scratch) {
 
 extern "C" {
 
-// In bytes, so that Python can see that it packs the same.
+// Size of `Problem` in bytes, which Python compares with its own layout.
 int64_t problem_size() { return sizeof(Problem); }
 
 int64_t few_rows() { return FEW_ROWS; }
 
-// Whether products of bfloat16 tables run here; few rows always do.
+// Whether this processor multiplies bfloat16 tables (AMX); decoding needs no AMX.
 int64_t multiplies_bf16() {
 #ifdef HAVE_AMX
   return Products<bf16>::allowed();

@@ -1,9 +1,9 @@
-// Gradients of q, k and v in one pass over the scores, by tiles that lie on their side: a row for
-// each key. Then the weights and their gradients are, as they come, what the products with the
-// gradient of the output, with q and with k need.
+// Gradients of q, k and v in one pass over the scores, in transposed tiles with a row for each key.
+// The weights and their gradients then have the layout that the products with the gradient of the
+// output, with q and with k need.
 //
-// A unit of work is a key head's share of keys. It owns the gradients of those keys; those of q are
-// added up over the shares, always in the same order.
+// A unit of work is a share of the keys of one key head. It owns the gradients of those keys; the
+// gradients of q are summed over the shares, always in the same order.
 #pragma once
 
 #include "problem.h"
@@ -25,19 +25,19 @@ struct Backward {
     share = up_to((p.keys + splits - 1) / splits, KEYS);
   }
 
-  struct Room {
-    // All rows of a head, each kind packed by blocks of rows; then a panel of keys.
+  struct Buffers {
+    // All rows of a head, packed in blocks of ROWS; then a panel of KEYS keys.
     T *q_flipped, *q, *grad_flipped, *grad, *grad_rows;
     T *keys, *values, *keys_packed, *keys_flipped;
-    // A tile: weights, and gradients of the scores as left and as right factor.
+    // A tile [KEYS, ROWS]: weights, and gradients of the scores as left and as right factor.
     float *scores, *slopes;
     T *weights, *left, *right;
     float *dk, *dv;
   };
 
-  Room room(Memory& memory) const {
+  Buffers buffers(Memory& memory) const {
     constexpr bool IN_PLACE = std::is_same_v<T, float>;
-    Room r;
+    Buffers r;
     r.q_flipped = memory.take<T>(rows * width);
     r.q = memory.take<T>(rows * width);
     r.grad_flipped = memory.take<T>(rows * value_width);
@@ -57,26 +57,28 @@ struct Backward {
     return r;
   }
 
-  int64_t room_size() const {
+  int64_t buffers_size() const {
     Memory counted(nullptr);
-    room(counted);
+    buffers(counted);
     return counted.size;
   }
 
-  // Gradients of q, [splits, B, H] tables of blocks [width, ROWS], and sums of those of the scores.
+  // Gradients of q, [splits, B, H] tables of blocks [width, ROWS], and of the score offset.
   int64_t dq_size() const { return rows * width; }
   int64_t heads() const { return p.batch * p.heads; }
-  float* dq_room(Memory& memory) const { return memory.take<float>(splits * heads() * dq_size()); }
-  double* shift_room(Memory& memory) const { return memory.take<double>(splits * heads()); }
+  float* dq_buffer(Memory& memory) const { return memory.take<float>(splits * heads() * dq_size()); }
+  double* offset_buffer(Memory& memory) const {
+    return memory.take<double>(splits * heads());
+  }
 
   int64_t size() const {
     Memory counted(nullptr);
-    dq_room(counted);
-    shift_room(counted);
-    return counted.size + p.threads * room_size();
+    dq_buffer(counted);
+    offset_buffer(counted);
+    return counted.size + p.threads * buffers_size();
   }
 
-  void pack_rows(const Room& r, int64_t b, int64_t h) const {
+  void pack_rows(const Buffers& r, int64_t b, int64_t h) const {
     for (int64_t i = 0; i < rows; i += ROWS) {
       int64_t count = clipped(p.rows - i, 0, ROWS);
       const T* q = at<T>(p.q, p.q_strides, b, h, i);
@@ -95,7 +97,7 @@ struct Backward {
     }
   }
 
-  void pack_keys(const Room& r, int64_t b, int64_t kv, int64_t key, int64_t count) const {
+  void pack_keys(const Buffers& r, int64_t b, int64_t kv, int64_t key, int64_t count) const {
     static_assert(KEYS % P::UNIT == 0 && ROWS % P::UNIT == 0);
     const T* k = at<T>(p.k, p.k_strides, b, kv, key);
     copy(r.keys, width, k, p.k_strides[2], count, KEYS, p.width);
@@ -104,9 +106,9 @@ struct Backward {
          p.value_width);
   }
 
-  // Scores become weights, and gradients of weights those of scores, whose sum is returned.
+  // Turns scores into weights, and gradients of weights into those of scores; returns their sum.
   template <int POWER>
-  float weigh(const Room& r, int64_t b, int64_t key, int64_t row, float opening,
+  float weigh(const Buffers& r, int64_t b, int64_t key, int64_t row, float offset,
               const float* constant) const {
     vec total{};
     for (int64_t j = 0; j < KEYS; j += 2) {
@@ -115,7 +117,7 @@ struct Backward {
         vec ds[2];
         for (int o = 0; o < 2; o++) {
           int64_t here = (j + o) * ROWS + i, from = seen[o].from - row - i, to = seen[o].to - row - i;
-          vec x = P::rectified(load(r.scores + here) + opening);
+          vec x = P::rectified(load(r.scores + here) + offset);
           if (from > 0 || to < LANES) {
             ints number = count_from(0);
             x = (number >= int32_t(clipped(from, 0, LANES))) & (number < int32_t(clipped(to, 0, LANES)))
@@ -137,7 +139,7 @@ struct Backward {
     return sum(total);
   }
 
-  void unit(const Room& r, int64_t number, float* dq_all, double* shift) const {
+  void unit(const Buffers& r, int64_t number, float* dq_all, double* d_offset) const {
     int64_t split = number % splits, table = number / splits;
     int64_t b = table / p.key_heads, kv = table % p.key_heads;
     int64_t first = split * share, last = std::min(first + share, p.keys);
@@ -148,10 +150,10 @@ struct Backward {
       int64_t head = (split * p.batch + b) * p.heads + h;
       float* dq = dq_all + head * dq_size();
       memset(dq, 0, dq_size() * sizeof(float));
-      shift[head] = 0;
+      d_offset[head] = 0;
       pack_rows(r, b, h);
       for (int64_t key = first; key < held; key += KEYS)
-        shift[head] += panel(r, b, kv, h, key, std::min(KEYS, held - key), dq,
+        d_offset[head] += panel(r, b, kv, h, key, std::min(KEYS, held - key), dq,
                                     r.dk + (key - first) * width,
                                     r.dv + (key - first) * value_width);
     }
@@ -164,12 +166,12 @@ struct Backward {
     }
   }
 
-  // A panel of keys and all rows of a head that see some of them.
-  double panel(const Room& r, int64_t b, int64_t kv, int64_t h, int64_t key, int64_t count,
+  // One panel of keys with all rows of a head that see any of them.
+  double panel(const Buffers& r, int64_t b, int64_t kv, int64_t h, int64_t key, int64_t count,
                float* dq, float* dk, float* dv) const {
     pack_keys(r, b, kv, key, count);
     const T* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
-    double shift = 0;
+    double d_offset = 0;
     int64_t from = rows_of(p, b, key).from, to = rows_of(p, b, key + count - 1).to;
     for (int64_t row = from / ROWS * ROWS; row < to; row += ROWS) {
       P::product(KEYS, ROWS, width, r.keys, width, r.q_flipped + row * width, r.scores, ROWS,
@@ -180,21 +182,22 @@ struct Backward {
       if (p.constant)
         memcpy(constant, p.constant + (b * p.heads + h) * p.rows + row,
                std::min(ROWS, p.rows - row) * sizeof(float));
-      shift += with_power(p.power, [&](auto power) {
-        return weigh<power>(r, b, key, row, opening_of(p, h), p.constant ? constant : nullptr);
+      d_offset += with_power(p.power, [&](auto power) {
+        return weigh<power>(r, b, key, row, score_offset_of(p, h), p.constant ? constant : nullptr);
       });
       P::product(KEYS, value_width, ROWS, r.weights, ROWS, r.grad + row * value_width, dv,
                  value_width, true, value_width);
       P::product(KEYS, width, ROWS, r.left, ROWS, r.q + row * width, dk, width, true, width);
       P::product(width, ROWS, KEYS, flipped, KEYS, r.right, dq + row * width, ROWS, true, ROWS);
     }
-    return shift;
+    return d_offset;
   }
 
-  void finish(float* dq, const double* shift, int64_t head) const {
+  // Sums over the splits and stores the gradients of one head's queries and score offset.
+  void finish(float* dq, const double* d_offset, int64_t head) const {
     int64_t b = head / p.heads, h = head % p.heads;
-    p.shift[head] = 0;
-    for (int64_t s = 0; s < splits; s++) p.shift[head] += shift[s * heads() + head];
+    p.d_offset[head] = 0;
+    for (int64_t s = 0; s < splits; s++) p.d_offset[head] += d_offset[s * heads() + head];
     for (int64_t row = 0; row < rows; row += ROWS) {
       float* block = dq + head * dq_size() + row * width;
       for (int64_t s = 1; s < splits; s++) {
@@ -210,20 +213,20 @@ struct Backward {
 
   void run(char* scratch) const {
     Memory memory(scratch);
-    float* dq = dq_room(memory);
-    double* shift = shift_room(memory);
-    int64_t units = tables * splits, each = room_size(), used = memory.size;
+    float* dq = dq_buffer(memory);
+    double* d_offset = offset_buffer(memory);
+    int64_t units = tables * splits, each = buffers_size(), used = memory.size;
     int threads = int(std::min(p.threads, units));
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
     {
       typename P::Session session;
       Memory mine(scratch + used + omp_get_thread_num() * each);
-      Room r = room(mine);
-      for (int64_t number; (number = next++) < units;) unit(r, number, dq, shift);
+      Buffers r = buffers(mine);
+      for (int64_t number; (number = next++) < units;) unit(r, number, dq, d_offset);
 #pragma omp barrier
 #pragma omp for
-      for (int64_t head = 0; head < heads(); head++) finish(dq, shift, head);
+      for (int64_t head = 0; head < heads(); head++) finish(dq, d_offset, head);
     }
   }
 };

@@ -87,19 +87,20 @@ def _problem(
     outputs holds the addresses of output and row sums, the output's strides, and the addresses and
     strides of the gradients.
     """
-    (q, k, v), lengths = inputs, plan.visibility.key_lengths
+    (q, k, v), visibility = inputs, plan.visibility
+    lengths, window = visibility.key_lengths, visibility.window
     if lengths is not None:
         lengths = lengths.to(torch.int64).contiguous()
     if offset is not None:
         offset = offset.to(torch.float32).contiguous()
     owner: object
+    factors: tuple[int, ...]
     if isinstance(factor, float):
         owner = number = ctypes.c_float(factor)
         factors = (ctypes.addressof(number), 0, 0, 0)
     else:
         owner = factor = factor.to(torch.float32).expand(q.shape[:3])
         factors = (factor.data_ptr(), *factor.stride())
-    window = plan.visibility.window
     problem = library.PROBLEM.pack(
         q.data_ptr(),
         k.data_ptr(),
@@ -116,7 +117,7 @@ def _problem(
         *k.shape[1:3],
         v.shape[3],
         plan.power,
-        plan.visibility.causal,
+        visibility.causal,
         _NO_WINDOW if window is None else min(window, _NO_WINDOW),
         torch.get_num_threads(),
         q.dtype == torch.bfloat16,

@@ -1,11 +1,11 @@
-// The output of a few rows, as in decoding: keys and values are read where they lie, and a value
-// is read only if some row gives its key a weight.
+// The output of a few rows, as in decoding: keys and values are read without packing, and a value is
+// read only if its key has a weight.
 #pragma once
 
 #include "problem.h"
 
-// A piece of a row as vectors of float32: one for float32; for bfloat16 two, of its even and of its
-// odd elements, which a shift and a mask give.
+// Part of a row as float32 vectors: one for float32; two for bfloat16, the even and the odd
+// elements, which a shift and a mask extract.
 template <class T>
 struct Piece;
 
@@ -43,12 +43,12 @@ struct Decode {
 
   int64_t accumulators() const { return tables * splits * rows; }
 
-  // Weighted values and weights of each row in each split, then the rows of q as they are used.
-  struct Room {
+  // Sums of weighted values and of weights for each row and split, then the rows of q in float32.
+  struct Buffers {
     float *out, *sums, *q;
   };
-  Room room(Memory& memory) const {
-    Room r;
+  Buffers buffers(Memory& memory) const {
+    Buffers r;
     r.out = memory.take<float>(accumulators() * value_width);
     r.sums = memory.take<float>(accumulators());
     r.q = memory.take<float>(tables * splits * rows * width);
@@ -56,7 +56,7 @@ struct Decode {
   }
   int64_t size() const {
     Memory counted(nullptr);
-    room(counted);
+    buffers(counted);
     return counted.size;
   }
 
@@ -64,7 +64,7 @@ struct Decode {
     for (int64_t e = 0; e < width; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e);
   }
 
-  // Part of a row; the last one may be shorter than vectors are.
+  // Reads part of a row; the last part may be shorter than a vector.
   template <bool WHOLE>
   static void read(const T* from, int64_t left, vec (&to)[PARTS]) {
     if (WHOLE || left >= WIDE) return Piece<T>::read(from, to);
@@ -73,7 +73,7 @@ struct Decode {
     Piece<T>::read(held, to);
   }
 
-  // q.k of one row with as many keys as a vector has lanes; the last one stands in for missing.
+  // q.k of one row with LANES keys; missing keys are replaced by the last one.
   template <bool WHOLE>
   vec scores(const float* q, const T* k, int64_t stride, int64_t count) const {
     constexpr int SOME = 4;
@@ -116,7 +116,7 @@ struct Decode {
     memcpy(out, total, sizeof total);
   }
 
-  void unit(const Room& r, int64_t number) const {
+  void unit(const Buffers& r, int64_t number) const {
     int64_t table = number / splits, b = table / p.key_heads, kv = table % p.key_heads;
     int64_t first = number % splits * share, last = std::min(first + share, keys_held(p, b));
     float* out = r.out + number * rows * value_width;
@@ -137,7 +137,7 @@ struct Decode {
         int64_t to = std::min({start + BLOCK, last, seen.to});
         if (from < to)
           row_block(q + i * width, out + i * value_width, totals[i], b, kv, from, to - from,
-                           opening_of(p, kv * groups + i / p.rows));
+                           score_offset_of(p, kv * groups + i / p.rows));
       }
     if (splits == 1)
       for (int64_t i = 0; i < rows; i++) finish(r, table, i);
@@ -145,7 +145,7 @@ struct Decode {
 
   // One row and at most BLOCK keys.
   void row_block(const float* q, float* out, float& total, int64_t b, int64_t kv, int64_t from,
-                 int64_t count, float opening) const {
+                 int64_t count, float offset) const {
     const T* k = at<T>(p.k, p.k_strides, b, kv, from);
     const T* v = at<T>(p.v, p.v_strides, b, kv, from);
     float weights[BLOCK];
@@ -153,7 +153,7 @@ struct Decode {
     vec sum{};
     for (int64_t j = 0; j < count; j += LANES) {
       const T* keys = k + j * p.k_strides[2];
-      vec x = opening + (width == p.width ? scores<true>(q, keys, p.k_strides[2], count - j)
+      vec x = offset + (width == p.width ? scores<true>(q, keys, p.k_strides[2], count - j)
                                           : scores<false>(q, keys, p.k_strides[2], count - j));
       x = std::is_same_v<T, float> ? (x < 0 ? vec{} : x) : (x > 0 ? x : vec{});
       x = with_power(p.power, [&](auto power) { return raised<power>(x); });
@@ -165,7 +165,7 @@ struct Decode {
         chosen[some] = int(j) + lane;
         some += x[lane] != 0;
       }
-      // Their values arrive while further scores are made.
+      // Prefetches the values while further scores are computed.
       for (; known < some; known++) fetch(v + chosen[known] * p.v_strides[2], p.value_width);
     }
     total += ::sum(sum);
@@ -177,7 +177,7 @@ struct Decode {
       add_values<1>(out + e, v + e, p.value_width - e, weights, chosen, some);
   }
 
-  void finish(const Room& r, int64_t table, int64_t i) const {
+  void finish(const Buffers& r, int64_t table, int64_t i) const {
     int64_t b = table / p.key_heads, h = table % p.key_heads * groups + i / p.rows;
     float* out = r.out + (table * splits * rows + i) * value_width;
     float total = r.sums[table * splits * rows + i];
@@ -186,7 +186,7 @@ struct Decode {
       for (int64_t e = 0; e < value_width; e++) out[e] += more[e];
       total += r.sums[(table * splits + s) * rows + i];
     }
-    float factor = finished(p, b, h, i % p.rows, total);
+    float factor = store_sum(p, b, h, i % p.rows, total);
     T* to = at<T>(p.out, p.out_strides, b, h, i % p.rows);
     for (int64_t e = 0; e < p.value_width; e++) {
       int64_t from = e / WIDE * WIDE + e % PARTS * LANES + e % WIDE / PARTS;
@@ -196,9 +196,9 @@ struct Decode {
 
   void run(char* scratch) const {
     Memory memory(scratch);
-    Room r = room(memory);
+    Buffers r = buffers(memory);
     int64_t units = tables * splits;
-    // To wake other threads takes as long as to read this much.
+    // Waking other threads takes as long as reading this amount of memory.
     bool small = tables * p.keys * (p.width + p.value_width) < (1 << 16);
     int threads = small ? 1 : int(std::min(p.threads, units));
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)

@@ -1,5 +1,5 @@
-// The output, by tiles: scores of some rows and a panel of keys, at once weighed and multiplied
-// with the values. Nothing is rescaled, so a panel's share is simply added.
+// The output in tiles: the scores of a block of rows and a panel of keys are turned into weights
+// and multiplied with the values at once. Nothing is rescaled, so the panels' products are added.
 #pragma once
 
 #include "problem.h"
@@ -15,20 +15,20 @@ struct Forward {
   int64_t tall, blocks;
 
   explicit Forward(const Problem& problem) : p(problem) {
-    // Panels are packed once for a block of rows: it should be tall, and leave work for everybody.
+    // Panels are packed once for each block of rows: blocks are tall, but all threads need work.
     int64_t share = p.batch * p.heads * p.rows / (4 * p.threads);
     tall = up_to(std::min(clipped(share, 2 * P::ROWS, 1024), p.rows), P::ROWS);
     blocks = (p.rows + tall - 1) / tall;
   }
 
-  struct Room {
+  struct Buffers {
     T *keys, *values, *rows, *weights;
-    // Each row's sum of weights is a vector, whose lanes are added at the end.
+    // sums [tall, LANES]: the lanes of a row are added at the end.
     float *scores, *out, *sums;
   };
 
-  Room room(Memory& memory) const {
-    Room r;
+  Buffers buffers(Memory& memory) const {
+    Buffers r;
     r.keys = memory.take<T>(width * P::KEYS);
     r.values = memory.take<T>(value_width * P::KEYS);
     r.rows = memory.take<T>(width * tall);
@@ -41,13 +41,13 @@ struct Forward {
 
   int64_t size() const {
     Memory counted(nullptr);
-    room(counted);
+    buffers(counted);
     return counted.size;
   }
 
-  // Scores of the rows from `row` on and the keys from `key` on become weights.
+  // Turns the scores of `count` rows from `row` and KEYS keys from `key` into weights.
   template <int POWER>
-  void weigh(const Room& r, int64_t b, int64_t row, int64_t count, int64_t key, float opening,
+  void weigh(const Buffers& r, int64_t b, int64_t row, int64_t count, int64_t key, float offset,
              float* sums) const {
     for (int64_t i = 0; i < count; i++) {
       Range seen = keys_of(p, b, row + i);
@@ -56,7 +56,7 @@ struct Forward {
       ints to = ints{} + int32_t(clipped(seen.to - key, 0, P::KEYS));
       vec sum = load(sums + i * LANES);
       for (int64_t j = 0; j < P::KEYS; j += LANES) {
-        vec x = P::rectified(load(r.scores + i * P::KEYS + j) + opening);
+        vec x = P::rectified(load(r.scores + i * P::KEYS + j) + offset);
         if (!whole) {
           ints column = count_from(int32_t(j));
           x = (column >= from) & (column < to) ? x : vec{};
@@ -69,7 +69,7 @@ struct Forward {
     }
   }
 
-  void rows_block(const Room& r, int64_t item) const {
+  void rows_block(const Buffers& r, int64_t item) const {
     int64_t h = item / blocks % p.heads, b = item / blocks / p.heads;
     int64_t kv = h / (p.heads / p.key_heads), first = item % blocks * tall;
     int64_t count = std::min(tall, p.rows - first);
@@ -92,14 +92,14 @@ struct Forward {
         P::product(tile, P::KEYS, width, r.rows + i * width, width, r.keys, r.scores, P::KEYS,
                    false, P::KEYS);
         with_power(p.power, [&](auto power) {
-          weigh<power>(r, b, first + i, some, key, opening_of(p, h), r.sums + i * LANES);
+          weigh<power>(r, b, first + i, some, key, score_offset_of(p, h), r.sums + i * LANES);
         });
         P::product(tile, value_width, P::KEYS, r.weights, P::KEYS, r.values,
                    r.out + i * value_width, value_width, true, value_width);
       }
     }
     for (int64_t i = 0; i < count; i++) {
-      float factor = finished(p, b, h, first + i, sum(load(r.sums + i * LANES)));
+      float factor = store_sum(p, b, h, first + i, sum(load(r.sums + i * LANES)));
       T* to = at<T>(p.out, p.out_strides, b, h, first + i);
       for (int64_t e = 0; e < p.value_width; e++)
         to[e] = narrow<T>(r.out[i * value_width + e] * factor);
@@ -113,7 +113,7 @@ struct Forward {
     {
       typename P::Session session;
       Memory memory(scratch + omp_get_thread_num() * each);
-      Room mine = room(memory);
+      Buffers mine = buffers(memory);
       for (int64_t item; (item = next++) < items;) rows_block(mine, item);
     }
   }

@@ -1,8 +1,8 @@
-"""The compiled kernels as a shared library: where it lies, how it is built, how it is loaded.
+"""The native kernels as a shared library: its path, its build and its loading.
 
-It is plain C++ that knows nothing of torch, so one build serves every version of it. It is built
-for the processor it runs on: its name holds a digest of the sources, the options and what the
-processor can do, and another machine with the same home looks for another file.
+The library is plain C++ without torch, so that one build works with every version of torch. It is
+built for this processor: its name holds a digest of the sources, the compiler options and the
+processor's features, so that machines that share a home directory use different files.
 """
 
 import ctypes
@@ -22,8 +22,17 @@ from reluformer.files import atomic_path
 
 log = logging.getLogger("reluformer")
 
-PROBLEM = struct.Struct("=8q15q12qd6q12q")
-"""A call as `problem.h` lays it out."""
+PROBLEM = struct.Struct(
+    "="
+    "8q"  # addresses: q, k, v, out, row_sums, score_offset, lengths, factor
+    "15q"  # strides of factor, q, k, v, out
+    "7q"  # batch, heads, rows, width, key_heads, keys, value_width
+    "5q"  # power, causal, window, threads, is_bf16
+    "d"  # row_normalise
+    "6q"  # addresses: grad, constant, d_offset, dq, dk, dv
+    "12q"  # strides of grad, dq, dk, dv
+)
+"""Layout of `Problem` in `problem.h`. A `ctypes.Structure` takes five times as long to fill."""
 
 _SOURCES = Path(__file__).parent
 _MAIN = "attention.cpp"
@@ -33,7 +42,7 @@ _COMPILERS = ("g++", "c++", "clang++")
 
 
 class Kernels:
-    """The functions of the library in a file; each takes a packed `PROBLEM`."""
+    """The functions of a built library; each takes a packed `PROBLEM`."""
 
     def __init__(self, file: Path) -> None:
         self.file, library = file, ctypes.CDLL(str(file))
@@ -41,9 +50,9 @@ class Kernels:
             getattr(library, name).restype = ctypes.c_int64
         assert library.problem_size() == PROBLEM.size
         self.few_rows: int = library.few_rows()
-        """With fewer rows to a key head, bfloat16 needs nothing special of the processor."""
+        """Number of rows per key head below which bfloat16 needs no AMX."""
         self.multiplies_bf16 = bool(library.multiplies_bf16())
-        """Whether the processor multiplies tables of bfloat16 (AMX)."""
+        """Whether the processor multiplies bfloat16 tables (AMX)."""
         self.forward = _typed(library.forward, None, ctypes.c_void_p)
         self.backward = _typed(library.backward, None, ctypes.c_void_p)
         self.forward_scratch = _typed(library.forward_scratch, ctypes.c_int64)
@@ -51,12 +60,12 @@ class Kernels:
 
 
 def available() -> bool:
-    """Whether the kernels are built and load; nothing is ever built by asking."""
+    """Whether the kernels are built and can be loaded; does not build them."""
     return load() is not None
 
 
 def summary() -> str:
-    """In a few words, what runs the calls of impl="cpu"."""
+    """A few words on the code that runs impl="cpu"."""
     kernels = load()
     if kernels is None:
         return "torch (python -m reluformer.ops.backends.cpu.native builds faster ones)"
@@ -65,18 +74,18 @@ def summary() -> str:
 
 @cache
 def load() -> Kernels | None:
-    """The kernels, or None if they are not built; asked once in a process."""
+    """The kernels, or None if they are not built; looked up once in a process."""
     try:
-        found = path()
-        return Kernels(found) if found.is_file() else None
+        file = path()
+        return Kernels(file) if file.is_file() else None
     except (OSError, RuntimeError) as problem:
-        # Nobody's home, or a library that lacks one of its own.
+        # No home directory, or a missing shared-library dependency.
         log.warning("compiled CPU kernels are not used: %s", problem)
         return None
 
 
 def path(folder: Path | None = None) -> Path:
-    """Where this machine's library lies, or would; in the user's cache unless a folder is given."""
+    """Path of this machine's library, built or not; in the user's cache by default."""
     digest = hashlib.sha256(" ".join((*_OPTIONS, platform.machine(), _processor())).encode())
     for source in [*sorted(_SOURCES.glob("*.h")), _SOURCES / _MAIN]:
         digest.update(source.read_bytes())
@@ -86,7 +95,7 @@ def path(folder: Path | None = None) -> Path:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compile the library unless it is there; it appears whole or not at all. Its path."""
+    """Compile the library if it is missing, atomically, and return its path."""
     wanted = path(folder)
     if wanted.is_file():
         return wanted
@@ -120,10 +129,10 @@ def _typed(function: Any, result: Any, *more: Any) -> Any:
 
 
 def _processor() -> str:
-    """What the processor can do, as the system lists it."""
+    """Features of the processor as the system lists them."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            # Of the first processor alone: on large machines the whole file takes long.
+            # Only the first processor: the whole file is slow to read on large machines.
             return next((line for line in file if line.startswith(("flags", "Features"))), "")
     except OSError:
         return platform.processor()

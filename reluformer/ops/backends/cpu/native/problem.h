@@ -1,26 +1,27 @@
-// One call, as `calls.py` packs it, and which keys its rows see.
+// The arguments of one call, in the layout that `calls.py` packs, and the visibility of its keys.
 #pragma once
 
 #include "products.h"
 
-// q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; strides are of the first three axes, in
-// elements, and the last axis is dense. With x = max(q.k + opening, 0) the output of a row is
-// factor * sum of x^power v, divided, where `normalise` is above 0, by the row's sum plus that.
+// q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; strides are those of the first three
+// axes, in elements, and the last axis is dense. With x = max(q.k + score_offset, 0), the output of a row
+// is factor * sum of x^power v. If `row_normalise` is above 0, it is divided by the row's sum of
+// weights plus that number.
 struct Problem {
   const void *q, *k, *v;
   void* out;
   float* row_sums;         // [B, H, Tq] or null
-  const float* opening;    // [H] or null
+  const float* score_offset;  // [H] or null
   const int64_t* lengths;  // [B] or null
-  const float* factor;     // strided over [B, H, Tq]; backward, what rows of `grad` are times
+  const float* factor;     // strided [B, H, Tq]: multiplies rows of the output or of `grad`
   int64_t factor_strides[3], q_strides[3], k_strides[3], v_strides[3], out_strides[3];
   int64_t batch, heads, rows, width, key_heads, keys, value_width;
   int64_t power, causal, window, threads, is_bf16;
-  double normalise;
-  // What only a backward pass has.
-  const void* grad;       // of the output
+  double row_normalise;
+  // Backward pass only.
+  const void* grad;       // gradient of the output
   const float* constant;  // [B, H, Tq] or null: added to the gradient of each weight of a row
-  double* shift;          // [B, H]: the sum of the gradients of all scores
+  double* d_offset;       // [B, H]: gradient of score_offset, the sum over all scores
   void *dq, *dk, *dv;
   int64_t grad_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
 };
@@ -37,7 +38,7 @@ inline int64_t keys_held(const Problem& p, int64_t b) {
   return p.lengths ? clipped(p.lengths[b], 0, p.keys) : p.keys;
 }
 
-// The keys that a row sees; of a row that sees none, a range that ends where it starts or before.
+// The keys that a row sees; from >= to if it sees none.
 inline Range keys_of(const Problem& p, int64_t b, int64_t row) {
   int64_t at = row + p.keys - p.rows, end = keys_held(p, b);
   return {std::max<int64_t>(0, at - p.window + 1),
@@ -62,21 +63,23 @@ inline T* at(void* base, const int64_t (&strides)[3], int64_t b, int64_t h, int6
   return (T*)base + b * strides[0] + h * strides[1] + t * strides[2];
 }
 
-inline float opening_of(const Problem& p, int64_t h) { return p.opening ? p.opening[h] : 0.0f; }
+inline float score_offset_of(const Problem& p, int64_t h) {
+  return p.score_offset ? p.score_offset[h] : 0.0f;
+}
 
 inline float factor_of(const Problem& p, int64_t b, int64_t h, int64_t row) {
   return *at<float>((const void*)p.factor, p.factor_strides, b, h, row);
 }
 
-// What a row's sum of weighted values is multiplied by; its sum of weights is written down.
-inline float finished(const Problem& p, int64_t b, int64_t h, int64_t row, float sum) {
+// Stores the row's sum of weights and returns the factor of its sum of weighted values.
+inline float store_sum(const Problem& p, int64_t b, int64_t h, int64_t row, float sum) {
   float factor = factor_of(p, b, h, row);
   sum *= factor;
   if (p.row_sums) p.row_sums[(b * p.heads + h) * p.rows + row] = sum;
-  return p.normalise > 0 ? factor / (sum + float(p.normalise)) : factor;
+  return p.row_normalise > 0 ? factor / (sum + float(p.row_normalise)) : factor;
 }
 
-// Cuts memory into pieces that vectors may be stored to; without memory it only counts.
+// Divides memory into aligned pieces; with a null start it only counts their size.
 class Memory {
  public:
   explicit Memory(char* start) : next(start) {}
@@ -85,9 +88,9 @@ class Memory {
     int64_t bytes = up_to(count * int64_t(sizeof(T)), 64);
     size += bytes;
     if (!next) return nullptr;
-    char* mine = next;
+    char* piece = next;
     next += bytes;
-    return (T*)mine;
+    return (T*)piece;
   }
   int64_t size = 0;
 

@@ -1,8 +1,8 @@
 // Matrix products of tiles that stay in the cache: float32 on vectors, bfloat16 on AMX.
 //
-// A product is C (+)= A B with A [M, K] by rows and C in float32. B is packed: for float32 simply
-// [K, N] by rows; for AMX two rows of B alternate, [K / 2, N, 2], as its tiles want it. Sizes that
-// are packed are multiples of `Unit`, filled up with zeros.
+// A product is C (+)= A B with row-major A [M, K] and C in float32. B is packed: row-major [K, N]
+// for float32; for AMX two rows of B alternate, [K / 2, N, 2], which is the layout of its tiles. Packed
+// sizes are multiples of `UNIT`, padded with zeros.
 #pragma once
 
 #include "vectors.h"
@@ -18,7 +18,7 @@
 
 inline int64_t up_to(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
-// Rows of a strided table, copied, zeros up to `height` rows of `ld`.
+// Copies the rows of a strided table, with zeros up to `height` rows of `ld`.
 template <class T>
 inline void copy(T* to, int64_t ld, const T* from, int64_t stride, int64_t count, int64_t height,
                  int64_t width) {
@@ -29,7 +29,7 @@ inline void copy(T* to, int64_t ld, const T* from, int64_t stride, int64_t count
   }
 }
 
-// to [height, ld] = the transpose of from [count, width], words of four bytes.
+// to [height, ld] = transpose of from [count, width], in words of four bytes.
 [[gnu::noinline]] inline void flip(float* to, int64_t ld, const float* from, int64_t stride,
                                    int64_t count, int64_t width, int64_t height) {
   for (int64_t i = 0; i < ld; i += LANES)
@@ -47,7 +47,7 @@ inline void copy(T* to, int64_t ld, const T* from, int64_t stride, int64_t count
     }
 }
 
-// As many rows and vectors of C as registers hold, next to a row of B.
+// Rows and vectors of C that fit into registers beside a row of B.
 #if defined(__AVX__) && !defined(__AVX512F__)
 constexpr int TALL = 6, BROAD = 2;
 #else
@@ -70,7 +70,7 @@ inline void block(int64_t K, const float* a, int64_t lda, const float* b, int64_
     for (int j = 0; j < N; j++) store(c + i * ldc + j * LANES, held[i][j]);
 }
 
-// What the full height leaves over.
+// The rows that remain after blocks of full height.
 template <int M, int N>
 inline void rest(int64_t left, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb,
                  float* c, int64_t ldc, bool add) {
@@ -98,7 +98,7 @@ struct Products<float> {
   // Keys and rows of a tile, forward and backward.
   static constexpr int64_t KEYS = 64, ROWS = 48, BACK_KEYS = 48, BACK_ROWS = 64;
 
-  // Nothing to set up; a constructor of its own keeps compilers from calling it unused.
+  // Float32 needs no setup; the empty constructor avoids a warning about an unused variable.
   struct Session {
     Session() {}
   };
@@ -143,7 +143,7 @@ struct Products<bf16> {
   static constexpr int64_t UNIT = 32;
   static constexpr int64_t KEYS = 128, ROWS = 64, BACK_KEYS = 64, BACK_ROWS = 128;
 
-  // The tile unit is set up for a thread's work and released after it.
+  // Configures the AMX tiles of a thread and releases them afterwards.
   struct Session {
     Session() {
       struct alignas(64) {
@@ -200,7 +200,7 @@ struct Products<bf16> {
 
   static void pack_transpose(bf16* to, int64_t ld, const bf16* from, int64_t stride,
                              int64_t count, int64_t width) {
-    // Pairs of neighbours are words: an even width is a transpose of those.
+    // Two neighbouring elements form a word: for an even width this transposes words.
     if (width % 2 == 0 && stride % 2 == 0) {
       flip((float*)to, ld, (const float*)from, stride / 2, count, width / 2,
            up_to(width, UNIT) / 2);

@@ -1,5 +1,5 @@
 // Vectors of float32 as wide as the machine's, bfloat16 as bits, and the shuffles that both need.
-// Only the compiler's vector types are used: the same lines serve AVX2, AVX-512 and NEON.
+// Only the compiler's vector types are used, so that the code runs on AVX2, AVX-512 and NEON.
 #pragma once
 
 #include <cstdint>
@@ -101,7 +101,7 @@ template <>
 inline bf16 narrow<bf16>(float x) {
   uint32_t word;
   memcpy(&word, &x, 4);
-  // To the nearest, ties to even; the carry must not turn a NaN into a number.
+  // Rounds to nearest, ties to even; the carry must not turn a NaN into a number.
   return x != x ? 0x7fc0 : bf16((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
@@ -117,12 +117,11 @@ inline vec raised(vec x) {
   }
 }
 
-// f of a power that the compiler knows.
+// Calls f with the power as a compile-time constant.
 template <class F>
 inline auto with_power(int64_t power, F f) {
   switch (power) {
     case 2: return f(std::integral_constant<int, 2>());
-    case 3: return f(std::integral_constant<int, 3>());
     case 4: return f(std::integral_constant<int, 4>());
     case 8: return f(std::integral_constant<int, 8>());
     default: return f(std::integral_constant<int, 1>());
