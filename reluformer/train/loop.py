@@ -85,8 +85,8 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
         if group.main:
             stack.enter_context(run_dir.locked(run))
             checkpoint.clean(run)
-        shown = stack.enter_context(reporter(config.steps, enabled=group.main and not quiet))
-        loop = _Loop(recipe, run, group, data, model, shown)
+        progress = stack.enter_context(reporter(config.steps, enabled=group.main and not quiet))
+        loop = _Loop(recipe, run, group, data, model, progress)
         stack.callback(loop.close)
         state = loop.run_steps()
         if group.main:
@@ -104,10 +104,10 @@ class _Loop:
         group: Processes,
         data: TrainingData,
         model: ReLUFormer,
-        shown: Reporter,
+        progress: Reporter,
     ) -> None:
         self.recipe, self.config, self.run, self.group = recipe, recipe.train, run, group
-        self.data, self.shown = data, shown
+        self.data, self.progress = data, progress
         self.trainer, self.state, attention = initialise(recipe, run, group, data, model)
         compiled = should_compile(self.config, group.device)
         uses_graphs = should_use_graphs(self.config, group)
@@ -162,7 +162,7 @@ class _Loop:
                 )
                 if attention is not None:
                     state = self._end_interval(state, attention)
-                self.shown.advance(step)
+                self.progress.advance(step)
         return state
 
     def write_model(self, state: RunState) -> None:
@@ -170,11 +170,11 @@ class _Loop:
         rescaled = finish(self.run, self.recipe, state, self.data, self.group.device)
         if rescaled is not None:
             self._write({"step": state.step, "rescaled": rescaled._asdict()})
-            self.shown.show(
+            self.progress.show(
                 f"scores times {rescaled.factor:.2f}: dev nll {rescaled.after:.3f} "
                 f"instead of {rescaled.before:.3f}"
             )
-        self.shown.show(f"finished at step {state.step}: {self.run / checkpoint.MODEL}")
+        self.progress.show(f"finished at step {state.step}: {self.run / checkpoint.MODEL}")
 
     def close(self) -> None:
         """Close the metrics file."""
@@ -253,13 +253,13 @@ class _Loop:
             f"step {state.step} loss {interval.loss:.3f} nll {interval.nll:.3f} "
             f"norm {interval.grad_norm:.2f} lr {rate:.2e} {speed:,.0f} tok/s | {_show(attention)}"
         )
-        self.shown.show(line)
+        self.progress.show(line)
         if measured:
             best = " (best)" if state.best_step == state.step else ""
-            shown = " ".join(f"{name} {value:.3f}" for name, value in measured.items())
-            self.shown.show(f"step {state.step} dev {shown}{best}")
+            values = " ".join(f"{name} {value:.3f}" for name, value in measured.items())
+            self.progress.show(f"step {state.step} dev {values}{best}")
         for warning in self.guard.warnings(attention):
-            self.shown.show(f"warning: {warning}")
+            self.progress.show(f"warning: {warning}")
 
     def _is_saved(self, state: RunState) -> bool:
         best = self.config.final == "best" and state.best_step == state.step
@@ -278,11 +278,11 @@ class _Loop:
 
     def _report_start(self, attention: AttentionStats) -> None:
         if self.state.step:
-            self.shown.show(f"resuming after step {self.state.step}")
+            self.progress.show(f"resuming after step {self.state.step}")
         else:
             if self.config.start_from is not None:
-                self.shown.show(f"starting with the weights of {self.config.start_from}")
-            self.shown.show(f"attention at the start | {_show(attention)}")
+                self.progress.show(f"starting with the weights of {self.config.start_from}")
+            self.progress.show(f"attention at the start | {_show(attention)}")
             self._write({"step": 0, "attention": _plain(attention)})
 
     def _write(self, record: dict[str, Any]) -> None:
