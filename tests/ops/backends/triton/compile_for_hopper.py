@@ -105,11 +105,11 @@ def main() -> None:
             decode(width, rows, page)
             COMPILER.label = f"{name}, with row sums"
             decode(width, rows, page, row_sums=True)
-            COMPILER.label = f"{name}, divided"
+            COMPILER.label = f"{name}, row-normalised"
             decode(width, rows, page, row_normalise=1e-4)
     for (width, causal), row_normalise in itertools.product(SHAPES, (0.0, 1e-4)):
-        divided = ", divided" * (row_normalise > 0)
-        COMPILER.label = f"width {width}, causal {causal}, power 4{divided}"
+        normalised = ", row-normalised" * (row_normalise > 0)
+        COMPILER.label = f"width {width}, causal {causal}, power 4{normalised}"
         fourth_power(width, causal, row_normalise)
         kind = "as in models" if row_normalise else "plain"
         COMPILER.label = f"width {width}, causal True, {kind}"

@@ -88,6 +88,16 @@ def hopper() -> None:
         run_forward.forward(problem, 1)
 
 
+def hopper_backward() -> None:
+    """A warp-specialised backward with row normalisation."""
+    settings = Settings(0.125, 300, 300, causal=True, row_normalise=0.1)
+    problem = Problem(LONG, LONG, LONG, NO_INPUTS._replace(key_lengths=LENGTHS), settings)
+    out, row_sum = torch.zeros_like(LONG), torch.zeros(LONG.shape[:3])
+    grads = run_backward.Gradients(torch.zeros_like(out), out, row_sum=row_sum)
+    with tuning.override(tma=True, hopper=True):
+        run_backward.backward(problem, grads, True)
+
+
 def main() -> None:
     driver.set_active(FakeDriver())
     rounds: list[Launched] = []
@@ -96,6 +106,7 @@ def main() -> None:
         before = FakeUtils.encoded
         train()
         hopper()
+        hopper_backward()
         rounds.append(recorded())
         encoded.append(FakeUtils.encoded - before)
     assert all(each.direct is not None for each in launch.LAUNCHES.values())

@@ -156,7 +156,7 @@ def _key_loop(
 
 @gluon.jit
 def _key_tiles(
-    state, q_tile, shared, q_stage, low_high, bounds, threshold, scale, sample, LOGS: gl.constexpr,
+    state, q_tile, shared, q_stage, unmasked, count, bounds, threshold, scale, sample, LOGS: gl.constexpr,
     consumer: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """All key tiles but the first of a query tile: the KeyLoopState after them.
@@ -165,7 +165,6 @@ def _key_tiles(
     summed, over all tiles. `sample` says whether it is summed for this query tile; if not, the
     third loop has no iterations, and otherwise the first two have none.
     """
-    unmasked, count = low_high
     MASK: gl.constexpr = CONFIG.CAUSAL or CONFIG.MASK_TAIL
     EVERY: gl.constexpr = CONFIG.ENTROPY_EVERY
     for loop in gl.static_range(3):
@@ -302,7 +301,7 @@ def _consumer(
         p = gl.convert_layout(w, p_layout, assert_trivial=True)
         state = KeyLoopState(acc, s, p, row_sum, log_sum, k_ring, v_ring)
         state = _key_tiles(
-            state, q_tile, shared, q_ring.stage, (unmasked, count), bounds, threshold,
+            state, q_tile, shared, q_ring.stage, unmasked, count, bounds, threshold,
             scalars.scale, sample, LOGS, consumer, CONFIG,
         )  # fmt: skip
         acc, s, p, row_sum, log_sum, k_ring, v_ring = state
