@@ -156,8 +156,8 @@ def _key_loop(
 
 @gluon.jit
 def _key_tiles(
-    state, q_tile, shared, q_stage, unmasked, count, bounds, threshold, scale, sample, LOGS: gl.constexpr,
-    consumer: gl.constexpr, CONFIG: gl.constexpr,
+    state, q_tile, shared, q_stage, unmasked, count, bounds, threshold, scale, sample,
+    LOGS: gl.constexpr, consumer: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """All key tiles but the first of a query tile: the KeyLoopState after them.
 
