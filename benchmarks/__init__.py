@@ -7,6 +7,6 @@ end_to_end, training              training steps, and training against Hugging F
 translate_cpu                     beam search on a CPU against Hugging Face
 race                              two checkouts against each other
 sparsity, dropout_gap             trained models: empty blocks of weights, effects of dropout
-runs, tuned, curves               studies: train several runs, score them, draw their curves
+curves                            curves of the runs of a study
 kill_and_resume, sanitize         robustness: killed training runs, compute-sanitizer
 """

@@ -166,7 +166,7 @@ class _Pass:
         a, b = (torch.randn(size, size, device=self.case.device).to(dtype) for _ in range(2))
         calls[MATMUL] = lambda: a @ b
         times = clock.rounds(calls, self.plan.rounds, self.plan.row_seconds, left, yardstick=MATMUL)
-        kinds = {each.name: each.kind for each in self.entrants if each.name in times}
+        kinds = {entrant.name: entrant.kind for entrant in self.entrants if entrant.name in times}
         rows = summarise(
             self.case,
             self.mode,
@@ -175,7 +175,7 @@ class _Pass:
             matmul_flops=2.0 * size**3,
             host=clock.host,
             peaks={name: clock.peak(calls[name]) for name in kinds},
-            work={each.name: each.work for each in self.entrants},
+            work={entrant.name: entrant.work for entrant in self.entrants},
         )
         return rows, failed | clock.left_out
 

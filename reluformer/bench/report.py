@@ -110,7 +110,7 @@ def table(report: Report) -> str:
     """Markdown: a table for each case, then the implementations that were not timed."""
     lines = _environment(report)
     for case in report.cases:
-        checks = [each for each in report.checks if each.case == case.name]
+        checks = [check for check in report.checks if check.case == case.name]
         timed = any(row.case == case.name for row in report.rows)
         if timed or any(check.refused for check in checks):
             lines += ["", f"{case.name}: {_legend(case)}", "", *_case_table(report, case, checks)]
