@@ -1,4 +1,4 @@
-"""Keys and values in pages, and attention from the newest tokens to all of them.
+"""A paged KV cache, and attention from the newest tokens to it.
 
 Sequences of different lengths share one pool of pages, and take more pages as they grow.
 """
@@ -23,12 +23,12 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 class PagedCache:
     """Keys and values of `batch` sequences in a pool of `pages` pages of `page_size` tokens.
 
-    keys       [pages + 1, Hkv, page_size, D]; the last page takes what has no place
+    keys       [pages + 1, Hkv, page_size, D]; the last page holds tokens that are not stored
     values     [pages + 1, Hkv, page_size, Dv]
-    table      [batch, most pages of a sequence] int32, the pages of each sequence in order
+    table      [batch, largest number of pages] int32, the pages of each sequence in order
     lengths    [batch] int32, tokens stored so far
 
-    Nothing here waits for the device: pages are given out by counts that the host keeps itself.
+    No method synchronises with the GPU: the host allocates pages by its own token counts.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        """`max_length` limits one sequence, by default only the pool does."""
+        """`max_length` limits the tokens of one sequence; by default only the pool does."""
         if page_size not in PAGE_SIZES:
             raise UserError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
         if dtype not in FLOATS:
@@ -78,7 +78,7 @@ class PagedCache:
 
         `append` does it by itself, except while a CUDA graph is recorded: reserve before.
         """
-        wanted = self._each(tokens, "tokens")
+        wanted = self._per_sequence(tokens, "tokens")
         if max(wanted) > self.max_length:
             raise UserError(f"tokens must be at most max_length {self.max_length}, got {wanted}")
         missing = [
@@ -107,12 +107,13 @@ class PagedCache:
     ) -> None:
         """Store the next tokens of every sequence: keys [B, Hkv, T, D], values [B, Hkv, T, Dv].
 
-        With `counts` sequence b takes only its first counts[b] tokens. In a CUDA graph every replay
-        appends again; tell `advance` how much that was. `impl` is that of `decode_attention`.
+        With `counts`, sequence b stores only its first counts[b] tokens. Every replay of a CUDA
+        graph appends again; pass the number of tokens to `advance`. `impl` is that of
+        `decode_attention`.
         """
         self._check(keys, values)
         steps = keys.shape[2]
-        new = [steps] * self.batch if counts is None else self._each(counts, "counts")
+        new = [steps] * self.batch if counts is None else self._per_sequence(counts, "counts")
         if max(new) > steps:
             raise UserError(f"counts must be at most T = {steps}, got {new}")
         fused = _use_triton(impl, "append", keys.is_cuda, self._why_not_triton)
@@ -133,12 +134,12 @@ class PagedCache:
         self.lengths.copy_(self._after(steps, more))
 
     def advance(self, tokens: int | Sequence[int]) -> None:
-        """Count tokens that replays of a graph have appended: `lengths` knows them already."""
-        more = self._each(tokens, "tokens")
+        """Update the host's counts by tokens that replays of a CUDA graph have appended."""
+        more = self._per_sequence(tokens, "tokens")
         self._filled = [old + new for old, new in zip(self._filled, more, strict=True)]
 
     def release(self, sequence: int) -> None:
-        """Empty one sequence and give its pages back."""
+        """Empty one sequence and free its pages."""
         self._free += reversed(self._pages[sequence])
         self._pages[sequence] = []
         self._filled[sequence] = 0
@@ -146,7 +147,7 @@ class PagedCache:
         self.lengths[sequence] = 0
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values, [B, Hkv, room, D] and [.., Dv], zero past the lengths."""
+        """Copies of keys and values, [B, Hkv, capacity, D] and [.., Dv], zero past the lengths."""
         position = torch.arange(self.table.shape[1] * self.page_size, device=self.keys.device)
         stored = (position < self.lengths[:, None])[:, None, :, None]
         pages = self.table.long()
@@ -161,11 +162,11 @@ class PagedCache:
             return "a compiler cannot trace its launch"
         return supports(self.keys, self.keys, self.values, scale=1.0, power=1)
 
-    def _each(self, numbers: int | Sequence[int], name: str) -> list[int]:
-        each = [numbers] * self.batch if isinstance(numbers, int) else list(numbers)
-        if len(each) != self.batch or min(each) < 0:
-            raise UserError(f"{name} must be {self.batch} numbers of at least 0, got {each}")
-        return each
+    def _per_sequence(self, numbers: int | Sequence[int], name: str) -> list[int]:
+        counts = [numbers] * self.batch if isinstance(numbers, int) else list(numbers)
+        if len(counts) != self.batch or min(counts) < 0:
+            raise UserError(f"{name} must be {self.batch} numbers of at least 0, got {counts}")
+        return counts
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         for name, new, pool in (("keys", keys, self.keys), ("values", values, self.values)):
@@ -193,7 +194,7 @@ class PagedCache:
             pool[page, :, slot] = new.transpose(1, 2).detach()
 
     def _after(self, steps: int, counts: Tensor | None) -> Tensor:
-        """The lengths [B] once the tokens are in, never more than the table has room for."""
+        """The lengths [B] after `steps` new tokens, at most the capacity of the table."""
         room = self.table.shape[1] * self.page_size
         return (self.lengths + (steps if counts is None else counts)).clamp_(max=room)
 
@@ -213,11 +214,22 @@ def decode_attention(
 ) -> Tensor:
     """`relu_attention` from the newest tokens q [B, H, Tq, D] to a cache: [B, H, Tq, Dv].
 
-    The cache holds those tokens too: row i stands at key length - Tq + i of its sequence, and sees
-    the keys up to there, or with `causal` off all keys. A sequence without keys gives zeros. The
-    other options are those of `relu_attention`. `impl` is "triton", "reference" (eager, on copies
-    of all pages) or "auto", the former where it can run. The Triton kernel does not read values
-    without weight; it is meant for few rows and has no gradients.
+    The cache already holds the new tokens: row i is at position length - Tq + i of its sequence. A
+    sequence without keys gives zeros.
+
+    Args:
+        q: Queries of the newest tokens [B, H, Tq, D].
+        cache: Keys and values of all tokens.
+        causal: A row sees the keys up to its position; otherwise all keys of its sequence.
+        gamma, length_exponent, power, threshold, row_normalise, scale: As in `relu_attention`.
+        impl: "triton" (for few rows, without gradients), "reference" (on copies of all pages), or
+            "auto": Triton on a GPU if it supports the call, otherwise the reference.
+
+    Returns:
+        The output [B, H, Tq, Dv].
+
+    Raises:
+        UserError: If an argument is not allowed, or `impl` does not support the call.
     """
     _check_queries(q, cache)
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -244,7 +256,7 @@ def _check_queries(q: Tensor, cache: PagedCache) -> None:
     _, kv_heads, _, width = cache.keys.shape
     if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != width:
         raise UserError(
-            f"q must have shape [{cache.batch}, H, Tq, {width}] to meet the cache, "
+            f"q must have shape [{cache.batch}, H, Tq, {width}] to fit the cache, "
             f"got {list(q.shape)}"
         )
     if q.shape[1] % kv_heads:
@@ -257,7 +269,7 @@ def _check_queries(q: Tensor, cache: PagedCache) -> None:
 
 
 def _use_triton(impl: str, name: str, automatic: bool, why_not: Callable[[], str | None]) -> bool:
-    """Whether Triton runs the call: where asked, or else where `automatic`, and where it can."""
+    """Whether Triton runs the call: on request, or, with `automatic`, if it supports it."""
     if impl not in ("auto", "triton", "reference"):
         raise UserError(f"impl must be one of auto, triton, reference, got {impl!r}")
     if impl == "reference" or (impl == "auto" and not automatic):
@@ -271,12 +283,12 @@ def _use_triton(impl: str, name: str, automatic: bool, why_not: Callable[[], str
 def _why_not_triton(q: Tensor, cache: PagedCache, scale: float, rule: Rectified) -> str | None:
     learned = (q, rule.gamma, rule.threshold)
     if needs_grad(*learned):
-        return "it has no gradients, and one is asked for"
+        return "it has no gradients, and one is required"
     return supports(q, cache.keys, cache.values, scale=scale, power=rule.power)
 
 
 def _visible(q: Tensor, cache: PagedCache, room: int, causal: bool) -> Tensor:
-    """Bool [B, 1, Tq, room]: which keys each row sees."""
+    """Bool [B, 1, Tq, room]: the keys that each row sees."""
     rows = q.shape[2]
     key = torch.arange(room, device=q.device)
     end = cache.lengths[:, None, None, None]

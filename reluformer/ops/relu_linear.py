@@ -1,10 +1,10 @@
 """ReLU(x K^T + b) as one product whose epilogue is ReLU: the first half of a feed-forward memory.
 
-The library that multiplies on the GPU (cuBLASLt) can rectify what it is about to write, which saves
-a pass that reads and writes [N, s]. torch reaches it by `_addmm_activation`, which has no gradient
-and which its compiler takes apart again. So `reluformer::relu_linear` is opaque to a compiler, with
-a fake and an autograd formula in plain operations, which has gradients of its own. Where nobody
-watches operators, `relu_linear` leaves the dispatcher out: half of the time on the host.
+cuBLASLt can apply ReLU in the epilogue of a matrix product, which saves a pass over
+[N, s]. torch exposes it as `_addmm_activation`, which has no gradient and which torch.compile
+decomposes again. The operator `reluformer::relu_linear` is therefore opaque to compilers, with a
+fake kernel and a twice differentiable autograd formula. Untraced calls bypass the dispatcher, which
+halves the host time.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced, nee
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def pays(x: Tensor) -> bool:
-    """Whether `relu_linear` beats a product and a ReLU: in half precision on a GPU.
+def is_faster(x: Tensor) -> bool:
+    """Whether `relu_linear` is faster than a product and a ReLU: in half precision on a GPU.
 
-    Not inside the transforms of `torch.func` nor where dual numbers may be around, both of which
-    see through plain operations only.
+    False inside transforms of `torch.func` and under forward-mode differentiation, which support
+    plain operations only.
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
@@ -32,18 +32,18 @@ def pays(x: Tensor) -> bool:
 def relu_linear(x: Tensor, keys: Tensor, bias: Tensor | None = None) -> Tensor:
     """ReLU(x K^T + b) [N, s] of x [N, w], keys [s, w] and a bias [s] or None.
 
-    It is differentiable in all three, any number of times; autocast treats it like
-    `functional.linear`. Whether ReLU of NaN is NaN or 0 is the choice of the library.
+    The result is differentiable in all three, any number of times; autocast treats the operation
+    like `functional.linear`. ReLU of NaN is NaN or 0, depending on the library.
     """
     if autocast_dtype(x) is not None:
         dtype = _product_dtype(x)
         x, keys, bias = x.to(dtype), keys.to(dtype), None if bias is None else bias.to(dtype)
     if not is_untraced(x):
-        watched: Tensor = torch.ops.reluformer.relu_linear.default(x, keys, bias)
-        return watched
+        traced: Tensor = torch.ops.reluformer.relu_linear.default(x, keys, bias)
+        return traced
     if needs_grad(x, keys, bias):
-        found: Tensor = _ReluLinear.apply(x, keys, bias)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _ReluLinear.apply(x, keys, bias)  # type: ignore[no-untyped-call]
+        return output
     return _run(x, keys, bias)
 
 
@@ -52,16 +52,16 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """The type in which x is multiplied; autocast leaves float64 alone."""
+    """The dtype of the product; autocast does not change float64."""
     return x.dtype if x.dtype == torch.float64 else autocast_dtype(x) or x.dtype
 
 
 def _run(x: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
-        # The epilogue takes no product without a bias.
+        # The epilogue needs a bias.
         bias = x.new_zeros(keys.shape[0])
-    found: Tensor = torch.ops.aten._addmm_activation.default(bias, x, keys.t())
-    return found
+    output: Tensor = torch.ops.aten._addmm_activation.default(bias, x, keys.t())
+    return output
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -82,7 +82,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _ReluLinear(torch.autograd.Function):
-    """The operator with its formula, without the dispatcher."""
+    """The operator and its autograd formula without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

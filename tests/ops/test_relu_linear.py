@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reluformer.ops import relu_linear as module
-from reluformer.ops.relu_linear import pays, relu_linear
+from reluformer.ops.relu_linear import is_faster, relu_linear
 
 Run = Callable[..., Tensor]
 WAYS: dict[str, Run] = {
@@ -159,16 +159,16 @@ def test_wrong_types_are_refused_as_linear_refuses_them() -> None:
 
 def test_pays_in_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 3)
-    assert not pays(x.bfloat16())
+    assert not is_faster(x.bfloat16())
     monkeypatch.setattr(module, "_on_gpu", lambda x: True)
-    assert pays(x.bfloat16()) and pays(x.half())
-    assert not pays(x) and not pays(x.double())
+    assert is_faster(x.bfloat16()) and is_faster(x.half())
+    assert not is_faster(x) and not is_faster(x.double())
     with torch.autocast("cpu", torch.bfloat16):
-        assert pays(x) and pays(x.half()) and not pays(x.double())
+        assert is_faster(x) and is_faster(x.half()) and not is_faster(x.double())
     asked = torch.func.vmap(partial(_noted, seen := []))(x.half())
     assert asked.shape == x.shape and seen == [False]
 
 
 def _noted(seen: list[bool], x: Tensor) -> Tensor:
-    seen.append(pays(x))
+    seen.append(is_faster(x))
     return x

@@ -15,7 +15,7 @@ from reluformer.model.memories.definition import (
     times,
 )
 from reluformer.ops.memory import Scores, hide, read
-from reluformer.ops.relu_linear import pays, relu_linear
+from reluformer.ops.relu_linear import is_faster, relu_linear
 from reluformer.ops.rule import RELU, Rectified
 
 
@@ -41,7 +41,7 @@ class AllSlots(Selector):
 
     def read(self, query: Query) -> tuple[Tensor, Tensor | None]:
         """weights(x K^T) V, or (weights(x K^T) * x G^T) V."""
-        if self.temperature == 1 and _only_relu(query) and pays(query.x):
+        if self.temperature == 1 and _only_relu(query) and is_faster(query.x):
             tables = query.tables
             hidden = relu_linear(query.x, tables["keys"], tables.get("keys_bias"))
             return hidden @ tables["values"], None
