@@ -73,5 +73,5 @@ def test_the_demonstration_trains_translates_and_scores(
 def test_a_failed_training_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "relu").mkdir()
     (tmp_path / "relu" / "letter.txt").touch()
-    with pytest.raises(UserError, match=r"ReLU failed: .*letter.txt and is no run"):
+    with pytest.raises(UserError, match=r"ReLU failed: .*letter.txt and is not a run"):
         demo(tmp_path, SMALL, documents=2)
