@@ -19,20 +19,38 @@ from reluformer.translation.translator import Translator
 
 Batch = dict[str, Tensor]
 
+# Batches that examples of dev come from.
+_BATCHES = 4
 # Most elements of all attention maps of one batch: 1 GiB in float32.
 _MAP_ELEMENTS = 2**28
 
 
 def dev_batch(run: LoadedRun, examples: int) -> Batch:
-    """Up to `examples` examples of the dev split that the run's recipe names."""
+    """Up to `examples` examples of the dev split that the run's recipe names.
+
+    They come from several batches, which hold examples of different lengths.
+    """
     data = load_data(run.recipe)
     if data.dev is None:
         raise UserError(f"data.source {run.recipe.data.source} has no dev split; give a text")
-    first = next(iter(data.dev.batches(run.recipe).epoch(0)))
-    count = min(examples, _most_examples(run, first.source.shape[1], first.target_in.shape[1]))
-    lengths = first.source_lengths[:count]
-    kept = int((lengths > 0).sum())
-    return {name: tensor[:kept] for name, tensor in inputs(first).items()}
+    batches = list(islice(data.dev.batches(run.recipe).epoch(0), _BATCHES))
+    widths = [(batch.source.shape[1], batch.target_in.shape[1]) for batch in batches]
+    most = _most_examples(run, *(max(sizes) for sizes in zip(*widths, strict=True)))
+    share = -(-min(examples, most) // len(batches))
+    parts = [inputs(batch) for batch in batches]
+    return {
+        name: torch.cat([_widen(part[name][:share], name, parts) for part in parts])
+        for name in parts[0]
+    }
+
+
+def _widen(rows: Tensor, name: str, parts: Sequence[Batch]) -> Tensor:
+    """Pad rows of tokens to the width of the widest part; lengths [B] stay."""
+    if rows.dim() == 1:
+        return rows
+    width = max(part[name].shape[1] for part in parts)
+    padding = (0, width - rows.shape[1])
+    return torch.nn.functional.pad(rows, padding, value=Tokenizer.pad)
 
 
 def dev_pairs(run: LoadedRun, count: int) -> list[tuple[str, str]]:

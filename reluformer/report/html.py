@@ -63,7 +63,7 @@ def _summary(studies: Sequence[StudySection]) -> str:
         notice = f'<p class="notice">{_TINY}</p>'
     return (
         f"{notice}<h2>All claims</h2>"
-        '<div class="scroll"><table class="text"><thead><tr><th>study</th><th>claim</th>'
+        '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'
         f"<th>verdict</th><th>the number that decides</th></tr></thead><tbody>{''.join(rows)}"
         f'</tbody></table></div><p class="soft">{cells} cells, {minutes:.1f} device minutes. Cells '
         "that several studies share are counted in each.</p>"

@@ -113,7 +113,8 @@ def _line(series: Series, number: int, across: _Axis, up: _Axis, plot: Plot) -> 
 
 def _legend(series: Sequence[Series]) -> str:
     items = "".join(
-        f'<li class="c{number % _COLOURS}"><span></span>{escape(one.name)}</li>'
+        f'<li class="c{number % _COLOURS} d{number // _COLOURS % len(_DASHES)}"><span></span>'
+        f"{escape(one.name)}</li>"
         for number, one in enumerate(series)
     )
     return f'<ul class="legend">{items}</ul>'

@@ -80,7 +80,7 @@ _TINY = {
     "data.generated": None, "model.width": 32, "model.heads": 2, "model.slots": 64,
     "model.encoder_layers": 1, "model.decoder_layers": 1, "train.batch_tokens": 1024,
     "train.lr": 4e-3, "train.warmup": 20,
-    "train.steps": 60, "train.log_every": 30, "train.dev_every": 60, "train.checkpoint_every": 60,
+    "train.steps": 60, "train.log_every": 20, "train.dev_every": 20, "train.checkpoint_every": 60,
     "train.rescale_scores": True, "train.threads": 1, "train.device": "cpu", **_LOGGED,
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ BUDGETS = {
         "tiny",
         Training("tiny", {**_TINY, "data.unit": "sentence", "data.max_length": 64}),
         Training("tiny", {**_TINY, "data.unit": "document", "train.steps": 40,
-                          "train.dev_every": 40, "train.checkpoint_every": 40}),
+                          "train.checkpoint_every": 40}),
         rates=(4e-3,),
         slots=(16, 64),
         memory_slots=64,

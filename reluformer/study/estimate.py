@@ -18,6 +18,8 @@ _CPU_CORE = 1.5e10
 # the last.
 _OVERHEAD = {"cuda": 60.0, "cpu": 6.0}
 _OTHER_SECONDS = {"theory": 5.0, "family": 60.0, "extrapolation": 60.0, "context": 90.0}
+# Share of a batch that is no padding.
+_FILL = 0.85
 # A vocabulary is known only once data is read; this is the largest of the recipes.
 _VOCABULARY = 30_000
 
@@ -55,7 +57,9 @@ def estimate(
         if recipe is None:
             seconds += _OTHER_SECONDS[cell.work]
             continue
-        count = recipe.train.steps * recipe.train.batch_tokens * recipe.train.accumulate
+        count = round(
+            _FILL * recipe.train.steps * recipe.train.batch_tokens * recipe.train.accumulate
+        )
         tokens += count
         speed = _measured_speed(cell, finished) or device_speed(device) / flops_per_token(recipe)
         seconds += count / speed + _OVERHEAD[device]

@@ -61,7 +61,14 @@ class Findings:
 
 
 def decide(
-    claim: str, value: float, *, holds: float, partly: float, unit: str, rule: str
+    claim: str,
+    value: float,
+    *,
+    holds: float,
+    partly: float,
+    unit: str,
+    rule: str,
+    signed: bool = True,
 ) -> Verdict:
     """A verdict on a value that should be large.
 
@@ -69,18 +76,19 @@ def decide(
         claim: The claim in words.
         value: The number that decides; NaN if it was not measured.
         holds: The claim holds from this value on.
-        partly: The claim holds partly from this value on.
+        partly: The claim holds partly above this value.
         unit: Text behind the number.
         rule: The rule in words.
+        signed: Show the sign of a positive number.
     """
     if not math.isfinite(value):
         return Verdict(claim, "not measured", "–", rule)
     state: State = "does not hold here"
     if value >= holds:
         state = "holds"
-    elif value >= partly:
+    elif value > partly:
         state = "holds partly"
-    return Verdict(claim, state, f"{value:+.2f} {unit}".strip(), rule)
+    return Verdict(claim, state, f"{value:{'+' if signed else ''}.2f} {unit}".strip(), rule)
 
 
 def combine(claim: str, parts: Sequence[bool | None], number: str, rule: str) -> Verdict:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reluformer.errors import UserError
+from reluformer.files import write_text
 from reluformer.study.cells import Outcome, outcome_from
 from reluformer.study.findings import Comparison
 
@@ -39,9 +40,16 @@ class StudyRecord:
         """Minutes of the device that the cells took."""
         return sum(outcome.device_seconds for outcome in self.outcomes) / 60
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+    def save(self, path: Path) -> None:
+        """Write the record as JSON with one line a cell.
+
+        Measures of single heads stay in the cells' own files.
+        """
+        values = asdict(self)
+        cells = [json.dumps(_without_heads(outcome)) for outcome in values.pop("outcomes")]
+        text = json.dumps(values, indent=1).removesuffix("\n}")
+        lines = ",\n".join(f"  {cell}" for cell in cells)
+        write_text(path, f'{text},\n "outcomes": [\n{lines}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: Path) -> "StudyRecord":
@@ -56,6 +64,18 @@ class StudyRecord:
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is no record of a study: {error}") from None
+
+
+def _without_heads(outcome: dict[str, Any]) -> dict[str, Any]:
+    inspection = outcome["detail"].get("inspection")
+    if inspection is None:
+        return outcome
+    attentions = [
+        {name: value for name, value in attention.items() if name != "heads"}
+        for attention in inspection["attentions"]
+    ]
+    detail = {**outcome["detail"], "inspection": {**inspection, "attentions": attentions}}
+    return {**outcome, "detail": detail}
 
 
 def find_records(folders: Sequence[Path]) -> Iterator[tuple[Path, StudyRecord]]:

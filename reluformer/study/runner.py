@@ -34,6 +34,10 @@ from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord
 from reluformer.study.significance import compare_cells
 
 
+# Minutes after which a study on a CPU deserves a warning.
+_PATIENCE = 120.0
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of `reluformer study`."""
@@ -89,22 +93,19 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
     run = _Run(study, options, queue)
     if options.jobs > 1 and torch.cuda.is_available():
         start_mps()
-    first = True
+    cells, outcomes = run.cells()
+    names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
+    run.corpora = find_corpora(names, options.budget, options.root, options.data)
+    _announce(run, cells, outcomes)
     while time.monotonic() < end:
         cells, outcomes = run.cells()
-        names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
-        run.corpora = find_corpora(names, options.budget, options.root, options.data)
-        left = [cell for cell in cells if cell.name not in outcomes]
-        if first:
-            _announce(run, cells, left, outcomes)
-            first = False
-        ready = _ready(run, left, outcomes)
+        ready = _ready(run, [c for c in cells if c.name not in outcomes], outcomes)
         if not ready:
             break
         queue.run({cell.name: _command(run, cell) for cell in ready})
         _add_clocks(run)
     record = _conclude(run)
-    write_json(options.root / f"{study.name}{SUFFIX}", record.to_dict())
+    record.save(options.root / f"{study.name}{SUFFIX}")
     if study.mapped:
         found = study_maps(study, record.outcomes, options.root, run.corpora)
         if found:
@@ -118,16 +119,17 @@ def load_outcomes(root: Path) -> list[Outcome]:
     return [outcome for outcome in found if outcome is not None]
 
 
-def _announce(
-    run: _Run, cells: Sequence[Cell], left: Sequence[Cell], outcomes: dict[str, Outcome]
-) -> None:
+def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) -> None:
     """Say what the study needs; settings that cannot work are refused here."""
+    left = [cell for cell in cells if cell.name not in outcomes]
     with_recipes = [(c, recipe_of(run.job(c)) if c.work == "train" else None) for c in left]
     done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
     needs = estimate(with_recipes, done, run.options.jobs)
     say = run.options.report
     say(f"study {run.study.name}, budget {run.options.budget.name}: {run.study.question}")
     say(f"{len(done)} of {len(cells)} cells have ended; {needs}")
+    if not torch.cuda.is_available() and needs.minutes > _PATIENCE:
+        say("warning: there is no GPU here; --budget tiny is for CPUs")
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         if needs.gigabytes > memory:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from reluformer.study.budgets import BUDGETS
+from reluformer.study.budgets import BUDGETS, Budget
 from reluformer.study.cells import Cell, Outcome, group, load_outcome, summarise
 from reluformer.study.definition import Plan
+from reluformer.study.estimate import flops_per_token, memory_of
+from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import combine, decide
 from reluformer.study.registry import STUDIES
 from reluformer.study.variants import best_rate, sentence_cell, tuned_cells
@@ -91,3 +93,14 @@ def test_seeds_are_planned_at_the_best_rate() -> None:
     assert names == set(losses) | {
         sentence_cell(plan.budget, attention="softmax", seed=seed).name for seed in (2, 3)
     }
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=lambda budget: budget.name)
+def test_every_training_has_a_recipe(budget: Budget, tmp_path: Path) -> None:
+    """Settings that no recipe has, or that exclude each other, are refused."""
+    for study in STUDIES.values():
+        for cell in study.plan(Plan(budget)):
+            if cell.work == "train":
+                recipe = recipe_of(Job(cell, tmp_path, budget, tmp_path, (), ()))
+                assert recipe.train.seed == cell.labels["seed"]
+                assert memory_of(recipe) > 0 and flops_per_token(recipe) > 0

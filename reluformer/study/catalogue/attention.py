@@ -114,9 +114,11 @@ def _conclude(results: Results) -> Findings:
         ),
         Table("Settings", ["attention", "what it is"],
               [[name, note] for name, note in ATTENTION_NOTES.items()]),
-        group_table("All learning rates", results, by,
-                    {"BLEU": ("bleu", decimals(2)), "dev nll": ("dev_nll", decimals(3))}),
     ]  # fmt: skip
+    tuned = [o for o in results.outcomes if o.labels["attention"] in _TUNED]
+    if len({o.labels["rate"] for o in tuned}) > 1:
+        rates = {"BLEU": ("bleu", decimals(2)), "dev nll": ("dev_nll", decimals(3))}
+        tables.append(group_table("All learning rates", Results(tuned), by, rates))
     return Findings(verdicts, tables, [curves(outcomes, lambda o: str(o.labels["attention"]))])
 
 

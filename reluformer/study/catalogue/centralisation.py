@@ -49,7 +49,7 @@ def _conclude(results: Results) -> Findings:
         decide(
             "Softmax memories are centralised: the top 0.2 % of the slots carry over 85 %",
             100 * memory("memory_top", "softmax"),
-            holds=85.0, partly=30.0, unit="% of the weight",
+            holds=85.0, partly=30.0, unit="% of the weight", signed=False,
             rule="holds from 85 % on, partly from 30 %",
         ),
         decide(

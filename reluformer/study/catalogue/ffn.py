@@ -1,6 +1,12 @@
 """Feed-forward memories: ReLU, softmax, softmax with LayerNorm."""
 
-from reluformer.study.catalogue.tables import curves, decimals, group_table, mean_of
+from reluformer.study.catalogue.tables import (
+    curves,
+    decimals,
+    group_table,
+    mean_of,
+    significant,
+)
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, Series, Table, decide
@@ -70,7 +76,7 @@ def _conclude(results: Results) -> Findings:
         decide(
             "The variance ratio of softmax memories is far below ReLU's",
             ratio("relu") / ratio("softmax"),
-            holds=5.0, partly=1.5, unit="times (ReLU / softmax)",
+            holds=5.0, partly=1.5, unit="times (ReLU / softmax)", signed=False,
             rule="holds from a factor of 5 on, partly from 1.5",
         ),
     ]  # fmt: skip
@@ -79,7 +85,7 @@ def _conclude(results: Results) -> Findings:
         "BLEU": ("bleu", decimals(2)),
         "chrF2": ("chrf", decimals(2)),
         "dev nll": ("dev_nll", decimals(3)),
-        "variance ratio": ("memory_ratio", decimals(3)),
+        "variance ratio": ("memory_ratio", significant),
         "tokens/s": ("tokens_per_second", decimals(0)),
     }
     table = group_table("Feed-forward memories", results, by, columns, ("test", "sentence"))
@@ -99,6 +105,6 @@ STUDY = Study(
     Contrast(("memory", "values"), {"memory": "relu", "values": "alike"}),
     tuple(Requirement({"memory": memory, "values": "alike"}, 3) for memory in MEMORIES)
     + (Requirement({"memory": "softmax", "values": "unit"}),),
-    notes="Values of all kinds start with deviation slots^-1/2; in the control `unit` the "
-    "softmax kinds start with deviation 1. europarl-sent (En-De) stands in for IWSLT14.",
+    notes="Values of all kinds start with deviation slots^-1/2; in the control called unit, "
+    "the softmax kinds start with deviation 1. europarl-sent (En-De) stands in for IWSLT14.",
 )

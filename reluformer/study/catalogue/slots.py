@@ -1,6 +1,12 @@
 """How memories scale with the number of slots."""
 
-from reluformer.study.catalogue.tables import decimals, group_table, lines_over, mean_of
+from reluformer.study.catalogue.tables import (
+    decimals,
+    group_table,
+    lines_over,
+    mean_of,
+    significant,
+)
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, combine, decide
@@ -47,7 +53,7 @@ def _conclude(results: Results) -> Findings:
     columns = {
         "BLEU": ("bleu", decimals(2)),
         "dev nll": ("dev_nll", decimals(3)),
-        "variance ratio": ("memory_ratio", decimals(3)),
+        "variance ratio": ("memory_ratio", significant),
         "dead slots": ("memory_dead_slots", decimals(3)),
     }
     table = group_table("Slots", results, ("slots", "memory"), columns, ("test", "sentence"))

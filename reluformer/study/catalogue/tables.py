@@ -27,6 +27,14 @@ def percent(summary: Summary) -> str:
     return "–" if not summary.seeds else f"{100 * summary.mean:.1f} %"
 
 
+def significant(summary: Summary) -> str:
+    """Mean with three significant digits, and the spread where there are several seeds."""
+    if not summary.seeds:
+        return "–"
+    spread = f" ± {summary.spread:.1g}" if summary.seeds > 1 else ""
+    return f"{summary.mean:.3g}{spread}"
+
+
 def thousands(summary: Summary) -> str:
     """Mean in thousands."""
     return "–" if not summary.seeds else f"{summary.mean / 1000:,.0f} k"

@@ -1,6 +1,6 @@
 """Whether a flatter softmax closes the gap to ReLU memories."""
 
-from reluformer.study.catalogue.tables import decimals, group_table, mean_of, percent
+from reluformer.study.catalogue.tables import decimals, group_table, mean_of, percent, significant
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, decide
@@ -28,14 +28,14 @@ def _conclude(results: Results) -> Findings:
     verdict = decide(
         "A flatter softmax memory does not close the gap to ReLU",
         share,
-        holds=0.5, partly=0.2, unit="of the gap remains at the best temperature",
+        holds=0.5, partly=0.2, unit="of the gap remains at the best temperature", signed=False,
         rule="holds if half of the gap or more remains, partly from a fifth on; not measured if "
         "softmax is not behind at temperature 1",
     )  # fmt: skip
     columns = {
         "BLEU": ("bleu", decimals(2)),
         "dev nll": ("dev_nll", decimals(3)),
-        "variance ratio": ("memory_ratio", decimals(3)),
+        "variance ratio": ("memory_ratio", significant),
         "top 0.2 % share": ("memory_top", percent),
     }
     by = ("memory", "temperature")
