@@ -39,15 +39,15 @@ def model_maps(
     Args:
         name: Heading of the model's panel.
         run: Model, tokenizer and recipe.
-        sources: Texts to read, each cut to `most_tokens` tokens.
+        sources: Texts to read, one sentence a line, each cut to `most_tokens` tokens.
         targets: Texts that the decoder reads; greedy translations by default.
         most_tokens: Bound on the tokens of a text; larger maps make pages of many megabytes.
     """
-    translate = translator(run)
+    translate, encode = translator(run), run.tokenizer.encode_document
     texts = []
     for number, source in enumerate(sources):
         target = translate.lines([source])[0] if targets is None else targets[number]
-        ids = [run.tokenizer.encode(text)[:most_tokens] for text in (source, target)]
+        ids = [encode(text.split("\n"))[:most_tokens] for text in (source, target)]
         texts.append(_text(source, compute_maps(run.model, run.tokenizer, *ids)))
     return {"name": name, "texts": texts}
 
@@ -109,8 +109,9 @@ def _asset(name: str) -> str:
 
 
 def _text(name: str, maps: AttentionMaps) -> dict[str, Any]:
+    shown = name.replace("\n", " ")
     return {
-        "name": name if len(name) <= 60 else f"{name[:57]}...",
+        "name": shown if len(shown) <= 60 else f"{shown[:57]}...",
         "source": maps.source,
         "target": maps.target,
         "sites": {site: _site(getattr(maps, site)) for site in SITES},

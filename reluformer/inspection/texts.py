@@ -54,11 +54,11 @@ def _widen(rows: Tensor, name: str, parts: Sequence[Batch]) -> Tensor:
 
 
 def dev_pairs(run: LoadedRun, count: int) -> list[tuple[str, str]]:
-    """The first examples of the dev split as (source, target) texts."""
+    """The first examples of the dev split as (source, target) texts, one sentence a line."""
     batch = dev_batch(run, count)
     decode = run.tokenizer.decode_document
     sides = [
-        [" ".join(decode(ids[:length].tolist())) for ids, length in zip(*side, strict=True)]
+        ["\n".join(decode(ids[:length].tolist())) for ids, length in zip(*side, strict=True)]
         for side in (
             (batch["source"], batch["source_lengths"]),
             (batch["target"], batch["target_lengths"]),

@@ -33,7 +33,6 @@ from reluformer.study.queue import JobQueue, start_mps
 from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord
 from reluformer.study.significance import compare_cells
 
-
 # Minutes after which a study on a CPU deserves a warning.
 _PATIENCE = 120.0
 
