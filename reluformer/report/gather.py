@@ -9,6 +9,7 @@ from typing import Any
 from reluformer import checkpoint
 from reluformer.errors import UserError
 from reluformer.report.curves import run_plots
+from reluformer.study.cells import Outcome
 from reluformer.study.definition import Results, Study
 from reluformer.study.findings import Findings, Plot
 from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, find_records
@@ -28,6 +29,8 @@ class StudySection:
     """File of the record."""
     maps: list[dict[str, Any]] = field(default_factory=list)
     """Attention maps for the interactive view."""
+    remarks: list[str] = field(default_factory=list)
+    """Paragraphs of `NAME.notes.md` beside the record, such as likely reasons for a verdict."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,15 @@ class Contents:
 
     studies: list[StudySection]
     runs: list[RunSection] = field(default_factory=list)
+
+    @property
+    def cells(self) -> dict[tuple[str, str], Outcome]:
+        """Outcomes of all studies by folder and name; shared cells occur once."""
+        return {
+            (section.record.folder, outcome.name): outcome
+            for section in self.studies
+            for outcome in section.record.outcomes
+        }
 
 
 def gather(folders: Sequence[Path]) -> Contents:
@@ -69,7 +81,10 @@ def _section(path: Path, record: StudyRecord) -> StudySection:
     findings = Findings([], []) if study is None else study.conclude(results)
     maps = path.with_name(path.name.removesuffix(SUFFIX) + MAPS_SUFFIX)
     shown = json.loads(maps.read_text(encoding="utf-8")) if maps.is_file() else []
-    return StudySection(study, record, findings, path, shown)
+    notes = path.with_name(path.name.removesuffix(SUFFIX) + ".notes.md")
+    text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
+    remarks = [part.strip() for part in text.split("\n\n") if part.strip()]
+    return StudySection(study, record, findings, path, shown, remarks)
 
 
 def _run(folder: Path) -> RunSection:

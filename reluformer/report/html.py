@@ -1,6 +1,5 @@
 """A report as one HTML page that needs no network."""
 
-from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
@@ -29,7 +28,7 @@ def html_report(contents: Contents) -> str:
     has_maps = any(section.maps for section in contents.studies)
     style = css + (maps.style() if has_maps else "")
     script = f"<script>\n{maps.script()}</script>" if has_maps else ""
-    sections = [_summary(contents.studies)] if contents.studies else []
+    sections = [_summary(contents)] if contents.studies else []
     sections += [_study(section) for section in contents.studies]
     sections += [_run(run) for run in contents.runs]
     return (
@@ -46,9 +45,9 @@ def html_report(contents: Contents) -> str:
     )
 
 
-def _summary(studies: Sequence[StudySection]) -> str:
+def _summary(contents: Contents) -> str:
     rows = []
-    for section in studies:
+    for section in contents.studies:
         for verdict in section.findings.verdicts:
             rows.append(
                 f'<tr><td><a href="#{_anchor(section)}">{escape(section.record.study)}</a></td>'
@@ -56,17 +55,17 @@ def _summary(studies: Sequence[StudySection]) -> str:
                 f'<td class="{_CLASSES[verdict.state]}">{verdict.state}</td>'
                 f"<td>{escape(verdict.number)}</td></tr>"
             )
-    minutes = sum(section.record.device_minutes for section in studies)
-    cells = sum(len(section.record.outcomes) for section in studies)
+    cells = contents.cells.values()
+    minutes = sum(outcome.device_seconds for outcome in cells) / 60
     notice = ""
-    if any(section.record.budget == "tiny" for section in studies):
+    if any(section.record.budget == "tiny" for section in contents.studies):
         notice = f'<p class="notice">{_TINY}</p>'
     return (
         f"{notice}<h2>All claims</h2>"
         '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'
         f"<th>verdict</th><th>the number that decides</th></tr></thead><tbody>{''.join(rows)}"
-        f'</tbody></table></div><p class="soft">{cells} cells, {minutes:.1f} device minutes. Cells '
-        "that several studies share are counted in each.</p>"
+        f'</tbody></table></div><p class="soft">{len(cells)} cells, {minutes:.1f} device minutes; cells '
+        "that several studies share count once.</p>"
     )
 
 
@@ -80,6 +79,7 @@ def _study(section: StudySection) -> str:
     if study is not None:
         parts.append(f'<p class="soft">The paper: {escape(study.paper)} {escape(study.notes)}</p>')
     parts += [_verdict(verdict) for verdict in section.findings.verdicts]
+    parts += [f"<p>{escape(remark)}</p>" for remark in section.remarks]
     parts += [_table(table) for table in section.findings.tables]
     if section.findings.plots:
         plots = "".join(plot_svg(plot) for plot in section.findings.plots)

@@ -30,7 +30,8 @@ def _study(section: StudySection) -> str:
         parts += [
             f"- **{verdict.state}**: {verdict.claim}. {verdict.number} ({verdict.rule})",
         ]
-    parts += ["", *(_table(table) for table in section.findings.tables)]
+    parts += ["", *(f"{remark}\n" for remark in section.remarks)]
+    parts += [*(_table(table) for table in section.findings.tables)]
     described = [*facts(section), *signatures(record)]
     parts += [*(f"- {name}: `{value}`" for name, value in described), ""]
     columns, rows = cell_rows(record)
