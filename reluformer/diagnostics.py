@@ -107,7 +107,7 @@ def anisotropy(vectors: Tensor) -> float:
 def branch_variances(model: Model, batch: Batch) -> list[BranchVariance]:
     """Output variance and variance ratio of every attention and memory branch, in order."""
     tensors: dict[str, dict[str, Tensor]] = {}
-    with ExitStack() as hooks, _evaluating(model):
+    with ExitStack() as hooks, evaluating(model):
         for name, module in model.named_modules():
             if isinstance(module, (AttentionBranch, MemoryBranch)):
                 inner = module.attention if isinstance(module, AttentionBranch) else module.memory
@@ -124,7 +124,7 @@ def branch_variances(model: Model, batch: Batch) -> list[BranchVariance]:
 
 def attention_reports(model: Model, batch: Batch) -> list[AttentionReport]:
     """Row sums, entropy, zeros, dead rows and centralisation of every attention."""
-    with _evaluating(model):
+    with evaluating(model):
         records = model(**batch, record="weights").records
     return [_attention_report(record) for record in records]
 
@@ -138,11 +138,11 @@ def memory_reports(
     """
     inputs: dict[str, Tensor] = {}
     memories = {n: m for n, m in model.named_modules() if isinstance(m, KeyValueMemory)}
-    with ExitStack() as hooks, _evaluating(model):
+    with ExitStack() as hooks, evaluating(model):
         for name, memory in memories.items():
             hooks.enter_context(_hook(memory, lambda args, _, n=name: inputs.update({n: args[0]})))
         model(**batch)
-    with _evaluating(model):
+    with evaluating(model):
         return [
             _memory_report(name, memories[name], x[_valid(name, x, batch)], percents)
             for name, x in inputs.items()
@@ -151,7 +151,7 @@ def memory_reports(
 
 def attention_maps(model: Model, batch: Batch) -> dict[tuple[str, int], Tensor]:
     """Weights [B, H, Tq, Tk] by (site, layer), sites being encoder, decoder and cross."""
-    with _evaluating(model):
+    with evaluating(model):
         records = model(**batch, record="weights").records
     return {(r.site, r.layer): r.weights for r in records if r.weights is not None}
 
@@ -228,7 +228,7 @@ def _hook(module: nn.Module, callback: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Context in evaluation mode and without gradients."""
     training = model.training
     model.eval()

@@ -16,6 +16,7 @@ from reluformer.diagnostics import (
     MemoryReport,
     anisotropy,
     branch_variances,
+    evaluating,
     memory_reports,
     top_share,
 )
@@ -93,8 +94,8 @@ class Inspection:
         """Plain values for JSON, with five significant digits."""
         values = asdict(self)
         values["branches"] = [branch._asdict() for branch in self.branches]
-        rounded: dict[str, Any] = _rounded(values)
-        return rounded
+        short: dict[str, Any] = rounded(values)
+        return short
 
 
 def inspect_model(
@@ -108,7 +109,7 @@ def inspect_model(
         percents: Shares of the slots, in percent, for the top-p % curve.
     """
     values: dict[str, Tensor] = {}
-    with _capture_values(model, values), _evaluation(model):
+    with _capture_values(model, values), evaluating(model):
         records = model(**batch, record="weights").records
     attentions = tuple(_attention(record, values, batch, percents) for record in records)
     return Inspection(
@@ -209,22 +210,12 @@ class _ValueHook:
         self.values[self.key] = vectors.view(*vectors.shape[:2], self.kv_heads, -1)
 
 
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-
-
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Nested plain values with every float rounded to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value

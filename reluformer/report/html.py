@@ -64,8 +64,8 @@ def _summary(contents: Contents) -> str:
         f"{notice}<h2>All claims</h2>"
         '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'
         f"<th>verdict</th><th>the number that decides</th></tr></thead><tbody>{''.join(rows)}"
-        f'</tbody></table></div><p class="soft">{len(cells)} cells, {minutes:.1f} device minutes; cells '
-        "that several studies share count once.</p>"
+        f'</tbody></table></div><p class="soft">{len(cells)} cells, {minutes:.1f} device minutes; '
+        "cells that several studies share count once.</p>"
     )
 
 

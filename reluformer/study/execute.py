@@ -19,7 +19,7 @@ from reluformer.config.recipe import Recipe, load_recipe
 from reluformer.console import guarded
 from reluformer.errors import Diverged
 from reluformer.info import commit, info
-from reluformer.inspection.measure import Inspection, inspect_model
+from reluformer.inspection.measure import Inspection, inspect_model, rounded
 from reluformer.inspection.texts import dev_batch
 from reluformer.study import probes, theory
 from reluformer.study.budgets import Budget, lookup_budget
@@ -237,15 +237,7 @@ def _curve(run: Path) -> list[dict[str, Any]]:
     path = run / run_dir.METRICS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     points = (migrate(json.loads(line)) for line in lines)
-    return [_short({key: p[key] for key in _CURVE if key in p}) for p in points]
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _short(item) for key, item in value.items()}
-    return value
+    return [rounded({key: p[key] for key in _CURVE if key in p}) for p in points]
 
 
 def _mean(values: list[float]) -> float:

@@ -141,3 +141,13 @@ def test_every_setting_of_a_study_file_exists(path: Path) -> None:
     for cell in study.plan(Plan(TINY)):
         assigned = [f"{name}={json.dumps(value)}" for name, value in cell.settings.items()]
         load_recipe(cell.recipe, assigned)
+
+
+def test_cells_that_the_clock_cuts_are_left_for_the_next_call(tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = RunOptions(tmp_path, TINY, minutes=0.0, report=lines.append)
+    record = run_study(STUDIES["theory"], options)
+    assert record.planned == ["theory.s1"] and not record.outcomes and not record.failed
+    assert "1 cells to run" in lines[1]
+    (saved,) = gather([tmp_path]).studies
+    assert saved.findings.verdicts[0].state == "not measured"
