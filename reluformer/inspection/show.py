@@ -128,8 +128,8 @@ def _draw_heads(pyplot: Any, result: "Inspection") -> Any:
     return figure
 
 
-def _nearest(percents: tuple[float, ...], wanted: float) -> int:
-    return min(range(len(percents)), key=lambda at: abs(percents[at] - wanted))
+def _nearest(percents: tuple[float, ...], percent: float) -> int:
+    return min(range(len(percents)), key=lambda at: abs(percents[at] - percent))
 
 
 def _pyplot() -> Any:

@@ -75,11 +75,11 @@ def text_batch(run: LoadedRun, path: Path | str, examples: int) -> Batch:
 
 def first_lines(path: Path | str, count: int) -> list[str]:
     """The first sentences of a text file."""
-    wanted = (line for line in lines(path) if line.strip() not in ("", DOCUMENT))
-    found = list(islice(wanted, count))
-    if not found:
+    sentences = (line for line in lines(path) if line.strip() not in ("", DOCUMENT))
+    first = list(islice(sentences, count))
+    if not first:
         raise UserError(f"{path} has no sentence")
-    return found
+    return first
 
 
 def pair_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> Batch:

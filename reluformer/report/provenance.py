@@ -29,13 +29,13 @@ def facts(section: StudySection) -> list[tuple[str, str]]:
 
 def signatures(record: StudyRecord) -> list[tuple[str, str]]:
     """sacreBLEU's signature of every score that the study reports, once each."""
-    found: dict[tuple[str, str], None] = {}
+    signed: dict[tuple[str, str], None] = {}
     for outcome in record.outcomes:
         for scores in outcome.detail.get("scores", {}).values():
             for name, score in scores.items():
                 if isinstance(score, dict):
-                    found[name, score["signature"]] = None
-    return list(found)
+                    signed[name, score["signature"]] = None
+    return list(signed)
 
 
 def cell_rows(record: StudyRecord) -> tuple[list[str], list[list[str]]]:

@@ -27,7 +27,7 @@ _PARTS: dict[str, sample.Split] = {
 
 
 def find_corpora(
-    names: Sequence[str], budget: Budget, root: Path, given: Sequence[str]
+    names: Sequence[str], budget: Budget, root: Path, data_options: Sequence[str]
 ) -> dict[str, Path]:
     """Prepared folder of each corpus.
 
@@ -35,26 +35,26 @@ def find_corpora(
         names: Corpora that the cells need.
         budget: `tiny` uses generated text in place of every corpus.
         root: Folder of the study's cells, below which generated text is written.
-        given: Values of `--data`: a folder that holds all corpora by name, or NAME=FOLDER.
+        data_options: Values of `--data`: a folder that holds all corpora by name, or NAME=FOLDER.
 
     Raises:
         UserError: A corpus is not prepared; the message has the command that prepares it.
     """
-    if budget.name == "tiny" and not given:
+    if budget.name == "tiny" and not data_options:
         return {name: _generate(root / "data", name) for name in names}
-    mapped = dict(value.split("=", 1) for value in given if "=" in value)
-    parents = [Path(value) for value in given if "=" not in value] or [Path("data")]
+    mapped = dict(value.split("=", 1) for value in data_options if "=" in value)
+    parents = [Path(value) for value in data_options if "=" not in value] or [Path("data")]
     folders = {}
     for name in names:
         candidates = [Path(mapped[name])] if name in mapped else [p / name for p in parents]
-        found = next((path for path in candidates if path.is_dir()), None)
-        if found is None:
+        folder = next((path for path in candidates if path.is_dir()), None)
+        if folder is None:
             command = _PREPARE.format(name=name, size=_VOCABULARIES.get(name, 16_000))
             raise UserError(
                 f"corpus {name} is not prepared at {candidates[0]}; prepare it with `{command}`, "
                 f"or name its folder with --data {name}=FOLDER"
             )
-        folders[name] = found.resolve()
+        folders[name] = folder.resolve()
     return folders
 
 

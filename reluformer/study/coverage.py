@@ -23,22 +23,22 @@ class Coverage(NamedTuple):
     study: str
     required: int
     """Cells, every seed counted."""
-    found: int
+    present: int
     missing: list[str]
 
 
 def cover(study: Study, outcomes: Sequence[Outcome]) -> Coverage:
     """Compare outcomes with the requirements of a study; a diverged cell counts as a result."""
-    required = found = 0
+    required = present = 0
     missing = []
     for requirement in study.required:
         seeds = {o.labels.get("seed") for o in outcomes if _matches(o, requirement)}
         required += requirement.seeds
-        found += min(len(seeds), requirement.seeds)
+        present += min(len(seeds), requirement.seeds)
         if len(seeds) < requirement.seeds:
             labels = ", ".join(f"{name} {value}" for name, value in requirement.labels.items())
             missing.append(f"{labels}: {len(seeds)} of {requirement.seeds} seeds")
-    return Coverage(study.name, required, found, missing)
+    return Coverage(study.name, required, present, missing)
 
 
 def coverage(folders: Sequence[Path], budget: str = "full") -> list[Coverage]:
@@ -63,12 +63,12 @@ def main() -> None:
         at = arguments.index("--budget")
         budget = arguments[at + 1]
         del arguments[at : at + 2]
-    found = coverage([Path(argument) for argument in arguments or ["results"]], budget)
-    for row in found:
-        print(f"{row.study}: {row.found} of {row.required} cells")
+    rows = coverage([Path(argument) for argument in arguments or ["results"]], budget)
+    for row in rows:
+        print(f"{row.study}: {row.present} of {row.required} cells")
         for line in row.missing:
             print(f"    missing {line}")
-    if any(row.missing for row in found):
+    if any(row.missing for row in rows):
         sys.exit(1)
 
 

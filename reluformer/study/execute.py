@@ -128,9 +128,9 @@ def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
     corpus, tests = _test_sets(job, run.recipe)
     if tests:
         documents = run.recipe.data.unit == "document"
-        found = finish_cell(job.folder, corpus, tests, job.budget.decoding, documents=documents)
-        detail |= found
-        values |= score_values(found["scores"])
+        finished = finish_cell(job.folder, corpus, tests, job.budget.decoding, documents=documents)
+        detail |= finished
+        values |= score_values(finished["scores"])
     return values, detail
 
 
@@ -179,11 +179,11 @@ def inspection_values(result: Inspection) -> dict[str, float]:
 def score_values(scores: dict[str, dict[str, Any]]) -> dict[str, float]:
     """BLEU, chrF2 and d-BLEU by test set: `bleu` of `test`, `bleu_long` of `test.long`."""
     values = {}
-    for test, found in scores.items():
+    for test, metrics in scores.items():
         suffix = "" if test == "test" else "_" + test.removeprefix("test.")
         for name, key in (("BLEU", "bleu"), ("chrF2", "chrf"), ("d-BLEU", "dbleu")):
-            if name in found:
-                values[f"{key}{suffix}"] = found[name]["value"]
+            if name in metrics:
+                values[f"{key}{suffix}"] = metrics[name]["value"]
     return values
 
 

@@ -67,15 +67,17 @@ def tune_penalty(
     documents: bool,
 ) -> dict[str, Any]:
     """Set the length penalty with the highest BLEU on a part of dev."""
-    found: dict[float, float] = {}
+    dev_bleu: dict[float, float] = {}
     for penalty in decoding.penalties:
         translator.config = dataclasses.replace(translator.config, length_penalty=penalty)
-        found[penalty] = bleu(translate_text(translator, sources, documents=documents), references)
-    best = max(found, key=lambda penalty: found[penalty])
+        dev_bleu[penalty] = bleu(
+            translate_text(translator, sources, documents=documents), references
+        )
+    best = max(dev_bleu, key=lambda penalty: dev_bleu[penalty])
     translator.config = dataclasses.replace(translator.config, length_penalty=best)
     return {
         "length_penalty": best,
-        "dev_bleu": {str(penalty): round(value, 2) for penalty, value in found.items()},
+        "dev_bleu": {str(penalty): round(value, 2) for penalty, value in dev_bleu.items()},
     }
 
 
@@ -123,20 +125,20 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
         for hypothesis, reference in zip(hypotheses, references, strict=True)
         if reference.strip() not in ("", DOCUMENT)
     ]
-    given, wanted = ([pair[side] for pair in pairs] for side in (0, 1))
-    return CachedMetric("BLEU", wanted, [given], "13a").score(given)
+    segments, right = ([pair[side] for pair in pairs] for side in (0, 1))
+    return CachedMetric("BLEU", right, [segments], "13a").score(segments)
 
 
 def score(reference: Path, hypothesis: Path, *, documents: bool) -> dict[str, Any]:
     """BLEU and chrF2 with signatures, by sentence and by document."""
-    wanted, given = read_aligned(reference, [hypothesis], documents=documents)
-    result = evaluate(wanted, {"system": given[0]}, documents=documents, metrics=("BLEU", "chrF2"))
-    found: dict[str, Any] = {}
+    right, systems = read_aligned(reference, [hypothesis], documents=documents)
+    result = evaluate(right, {"system": systems[0]}, documents=documents, metrics=("BLEU", "chrF2"))
+    scores: dict[str, Any] = {}
     for one in result.systems[0].scores:
         if one.case == "mixed":
             name = f"{'d-' if one.level == 'document' else ''}{one.name}"
-            found[name] = {"value": round(one.value, 2), "signature": one.signature}
-    return found
+            scores[name] = {"value": round(one.value, 2), "signature": one.signature}
+    return scores
 
 
 def _batch_tokens() -> int | None:

@@ -22,7 +22,7 @@ def study_maps(
 ) -> list[dict[str, Any]]:
     """Maps of the cells that the study shows; empty until all of them have finished."""
     pairs = _sentences(next(iter(corpora.values())))
-    found = []
+    maps = []
     for labels in study.mapped:
         cells = [
             o for o in outcomes
@@ -33,8 +33,8 @@ def study_maps(
         name = ", ".join(map(str, labels.values()))
         run = load_run(root / cells[0].name)
         sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
-        found.append(model_maps(name, run, sources, targets, most_tokens=_MOST_TOKENS))
-    return found
+        maps.append(model_maps(name, run, sources, targets, most_tokens=_MOST_TOKENS))
+    return maps
 
 
 def _sentences(corpus: Path) -> list[tuple[str, str]]:

@@ -46,10 +46,10 @@ def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, 
     source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
     output = probe.folder / f"{test}.hypothesis"
     _write(output, translator.lines(list(lines(source)), together=True))
-    found = score(reference, output, documents=True)
-    values = {"dbleu": found["d-BLEU"]["value"], "bleu": found["BLEU"]["value"]}
+    metrics = score(reference, output, documents=True)
+    values = {"dbleu": metrics["d-BLEU"]["value"], "bleu": metrics["BLEU"]["value"]}
     values["dev_nll"] = nll_at_length(load_run(probe.run), length)
-    return values, {"scores": {test: found}, "hypotheses": {test: output.name}}
+    return values, {"scores": {test: metrics}, "hypotheses": {test: output.name}}
 
 
 def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:

@@ -106,16 +106,16 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
     record = _conclude(run)
     record.save(options.root / f"{study.name}{SUFFIX}")
     if study.mapped:
-        found = study_maps(study, record.outcomes, options.root, run.corpora)
-        if found:
-            write_json(options.root / f"{study.name}{MAPS_SUFFIX}", found)
+        maps = study_maps(study, record.outcomes, options.root, run.corpora)
+        if maps:
+            write_json(options.root / f"{study.name}{MAPS_SUFFIX}", maps)
     return record
 
 
 def load_outcomes(root: Path) -> list[Outcome]:
     """Outcomes of all cells in a folder."""
-    found = (load_outcome(path) for path in sorted(root.iterdir()) if path.is_dir())
-    return [outcome for outcome in found if outcome is not None]
+    loaded = (load_outcome(path) for path in sorted(root.iterdir()) if path.is_dir())
+    return [outcome for outcome in loaded if outcome is not None]
 
 
 def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) -> None:
@@ -181,7 +181,7 @@ def _add_clocks(run: _Run) -> None:
 
 def _conclude(run: _Run) -> StudyRecord:
     cells, outcomes = run.cells()
-    own = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
+    ended = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
     comparisons: list[Comparison] = []
     if run.study.contrast is not None:
         references = {
@@ -190,7 +190,7 @@ def _conclude(run: _Run) -> StudyRecord:
             for test in TESTS.get(name, ())
         }
         comparisons = compare_cells(
-            run.study.contrast, own, run.options.root, references, run.options.budget.bootstrap
+            run.study.contrast, ended, run.options.root, references, run.options.budget.bootstrap
         )
     return StudyRecord(
         study=run.study.name,
@@ -202,11 +202,11 @@ def _conclude(run: _Run) -> StudyRecord:
         folder=os.path.relpath(run.options.root),
         planned=[cell.name for cell in cells],
         failed=dict(run.queue.failed),
-        outcomes=own,
+        outcomes=ended,
         comparisons=comparisons,
     )
 
 
 def _machine() -> dict[str, Any]:
-    found = info()
-    return {name: found[name] for name in ("reluformer", "python", "packages", "devices")}
+    described = info()
+    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}

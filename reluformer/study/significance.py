@@ -31,7 +31,7 @@ def compare_cells(
     """
     translated = [o for o in contrast.select(outcomes) if o.finished and o.detail.get("hypotheses")]
     groups = group(translated, *contrast.by)
-    found = []
+    comparisons = []
     for key, members in groups.items():
         labels = dict(zip(contrast.by, key, strict=True))
         base_key = tuple(contrast.baseline.get(name, labels[name]) for name in contrast.by)
@@ -40,8 +40,8 @@ def compare_cells(
         baseline = dict(zip(contrast.by, base_key, strict=True))
         for test in members[0].detail["hypotheses"]:
             pair = (members, groups[base_key])
-            found += _compare(test, labels, baseline, pair, (root, references), samples)
-    return found
+            comparisons += _compare(test, labels, baseline, pair, (root, references), samples)
+    return comparisons
 
 
 def _compare(
@@ -54,26 +54,26 @@ def _compare(
 ) -> list[Comparison]:
     root, references = files
     systems, bases = pair
-    own = root / systems[0].name / f"{test}.target.txt"
-    reference = own if own.is_file() else references[test]
+    cut = root / systems[0].name / f"{test}.target.txt"
+    reference = cut if cut.is_file() else references[test]
     levels = ["sentence"]
     if "d-BLEU" in systems[0].detail["scores"].get(test, {}):
         levels.append("document")
-    found = []
+    comparisons = []
     for level in levels:
         paths = [root / o.name / f"{test}.hypothesis" for o in [*systems, *bases]]
         if not all(path.is_file() for path in paths):
             return []
-        wanted, given = read_aligned(reference, paths, documents=level == "document")
-        segments = [[" ".join(document) for document in text] for text in given]
+        right, texts = read_aligned(reference, paths, documents=level == "document")
+        segments = [[" ".join(document) for document in text] for text in texts]
         result = pooled_bootstrap(
-            [" ".join(document) for document in wanted],
+            [" ".join(document) for document in right],
             segments[: len(systems)],
             segments[len(systems) :],
             samples,
         )
-        found.append(Comparison(test, level, labels, baseline, len(systems), *result))
-    return found
+        comparisons.append(Comparison(test, level, labels, baseline, len(systems), *result))
+    return comparisons
 
 
 class Bootstrap(NamedTuple):

@@ -79,7 +79,7 @@ class Sample(NamedTuple):
 def sample_quantities(numbers: int, seed: int = 0) -> list[Sample]:
     """Measure every quantity at every size from about `numbers` random scores a size."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    samples = []
     for n in SIZES:
         rows = max(16, numbers // n)
         parts: dict[str, list[Tensor]] = {quantity.name: [] for quantity in QUANTITIES}
@@ -93,5 +93,5 @@ def sample_quantities(numbers: int, seed: int = 0) -> list[Sample]:
             values = torch.cat(parts[quantity.name])
             error = float(values.std()) / math.sqrt(len(values))
             closed = quantity.closed(n)
-            found.append(Sample(quantity.name, n, closed, float(values.mean()), error))
-    return found
+            samples.append(Sample(quantity.name, n, closed, float(values.mean()), error))
+    return samples

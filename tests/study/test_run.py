@@ -131,7 +131,7 @@ def test_coverage_counts_seeds() -> None:
         return Outcome(f"{memory}{seed}", labels, "finished", {})
 
     found = coverage.cover(STUDIES["ffn"], [result("relu", seed) for seed in (1, 2, 2)])
-    assert (found.required, found.found) == (10, 2)
+    assert (found.required, found.present) == (10, 2)
     assert found.missing[0] == "memory relu, values alike: 2 of 3 seeds"
 
 

@@ -41,19 +41,19 @@ def _best(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Outcomes of every attention at the rate with the lowest dev loss at seed 1."""
     chosen = []
     for attention in dict.fromkeys(o.labels["attention"] for o in outcomes):
-        own = [o for o in outcomes if o.labels["attention"] == attention]
-        first = {o.labels["rate"]: o for o in own if o.labels["seed"] == 1}
+        same = [o for o in outcomes if o.labels["attention"] == attention]
+        first = {o.labels["rate"]: o for o in same if o.labels["seed"] == 1}
         losses = {rate: o.value("dev_nll") if o.finished else math.inf for rate, o in first.items()}
         rate = min(losses, key=lambda r: losses[r], default=None)
-        chosen += [o for o in own if o.labels["rate"] == rate]
+        chosen += [o for o in same if o.labels["rate"] == rate]
     return chosen
 
 
 def _fails(outcomes: list[Outcome], attention: str, softmax: float) -> bool | None:
-    own = [o for o in outcomes if o.labels["attention"] == attention]
-    if not own or math.isnan(softmax):
+    same = [o for o in outcomes if o.labels["attention"] == attention]
+    if not same or math.isnan(softmax):
         return None
-    return all(not o.finished or o.value("dev_nll") > softmax + 0.5 for o in own)
+    return all(not o.finished or o.value("dev_nll") > softmax + 0.5 for o in same)
 
 
 def _conclude(results: Results) -> Findings:

@@ -54,11 +54,11 @@ def _conclude(results: Results) -> Findings:
         **{f"outside, {s}": (f"outside_{s}", percent) for s in ("encoder", "decoder", "cross")},
         **{f"distance, {s}": (f"distance_{s}", decimals(1)) for s in ("encoder", "decoder")},
     }
-    own = Results(outcomes)
+    probed = Results(outcomes)
     tables = [
-        group_table("Translation with the document, sentence by sentence, shuffled", own,
+        group_table("Translation with the document, sentence by sentence, shuffled", probed,
                     ("attention",), bleu),
-        group_table("Share of weight on other sentences, and mean distance in tokens", own,
+        group_table("Share of weight on other sentences, and mean distance in tokens", probed,
                     ("attention",), reading),
     ]  # fmt: skip
     return Findings(verdicts, tables)

@@ -46,11 +46,11 @@ def _conclude(results: Results) -> Findings:
     )  # fmt: skip
     columns = {"d-BLEU": ("dbleu", decimals(2)), "BLEU": ("bleu", decimals(2)),
                "dev nll": ("dev_nll", decimals(3))}  # fmt: skip
-    own = Results(outcomes, results.comparisons)
+    shown_results = Results(outcomes, results.comparisons)
     by = ("tested", "attention")
     plot = Plot("d-BLEU by tested length", "tokens of an input", "d-BLEU",
                 lines_over(outcomes, "tested", "attention", "dbleu"), log_x=True)  # fmt: skip
-    table = group_table("Tested lengths", own, by, columns, ("test.long", "document"))
+    table = group_table("Tested lengths", shown_results, by, columns, ("test.long", "document"))
     return Findings([verdict], [table], [plot])
 
 

@@ -50,8 +50,8 @@ def _conclude(results: Results) -> Findings:
         "dead rows": ("dead_rows_cross", decimals(3)),
     }
     by = ("length", "attention")
-    own = Results(outcomes, results.comparisons)
-    table = group_table("Documents", own, by, columns, ("test.long", "document"))
+    shown_results = Results(outcomes, results.comparisons)
+    table = group_table("Documents", shown_results, by, columns, ("test.long", "document"))
     plots = [
         Plot(title, "tokens of a document", label,
              lines_over(outcomes, "length", "attention", value), log_x=True)

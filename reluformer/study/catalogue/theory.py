@@ -28,8 +28,8 @@ def _conclude(results: Results) -> Findings:
     by_name = {q.name: [s for s in samples if s["quantity"] == q.name] for q in QUANTITIES}
     rows, verdicts = [], []
     for quantity in QUANTITIES:
-        found = by_name[quantity.name]
-        checked = [s for s in found if quantity.exact or s["n"] >= 1024]
+        measured = by_name[quantity.name]
+        checked = [s for s in measured if quantity.exact or s["n"] >= 1024]
         worst = max((abs(s["measured"] / s["closed"] - 1) for s in checked), default=math.nan)
         agreed: list[bool | None] = [_agrees(s, quantity.exact) for s in checked]
         state = combine("", agreed, "", "").state
