@@ -54,6 +54,8 @@ class Budget:
     """Learning rates tried for softmax, the default and the paper's form."""
     slots: tuple[int, ...] = (32, 512, 4096)
     memory_slots: int = 1024
+    slots_share: float = 1.0
+    """Share of the sentence trainings' steps that the slot sweep takes."""
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     seeded_lengths: tuple[int, ...] = (256, 1024)
     test_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -136,6 +138,7 @@ BUDGETS = {
         }),
         seeds=(1, 2, 3),
         rates=(1e-3, 2e-3, 4e-3),
+        slots_share=0.4,
     ),
 }  # fmt: skip
 

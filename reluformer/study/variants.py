@@ -4,6 +4,7 @@ A cell's name states everything that tells it apart, so studies that need the sa
 it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from reluformer.study.budgets import Budget
@@ -22,6 +23,8 @@ _PAPER: dict[str, Any] = {
     "model.attention.row_sum_init": 1.0,
 }
 _WEIGHT = 0.003
+# Steps of the recipe `sentence`.
+_SENTENCE_STEPS = 7200
 
 
 def _losses(normalisation: float, entropy: float) -> dict[str, Any]:
@@ -160,6 +163,23 @@ def document_cell(budget: Budget, attention: str, length: int, seed: int = 1) ->
         settings=settings,
         parent=f"doc.{attention}.start",
     )
+
+
+def shorten(cell: Cell, share: float) -> Cell:
+    """The cell with a share of its steps, a fifth of them warm-up; 1 leaves it as it is."""
+    if share == 1:
+        return cell
+    steps = round(share * int(cell.settings.get("train.steps", _SENTENCE_STEPS)))
+    every = steps // 4
+    settings = {
+        **cell.settings,
+        "train.steps": steps,
+        "train.warmup": steps // 5,
+        "train.dev_every": every,
+        "train.checkpoint_every": every,
+        "train.log_every": max(1, steps // 20),
+    }
+    return replace(cell, name=f"{cell.name}.x{share:g}", settings=settings)
 
 
 def best_rate(plan: Plan, attention: str) -> float | None:

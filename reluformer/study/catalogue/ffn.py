@@ -4,6 +4,7 @@ from reluformer.study.catalogue.tables import (
     curves,
     decimals,
     group_table,
+    interval,
     mean_of,
     significant,
 )
@@ -60,17 +61,21 @@ def _conclude(results: Results) -> Findings:
     def ratio(memory: str) -> float:
         return mean_of(outcomes, "memory_ratio", memory=memory, values="alike")
 
+    def between(memory: str, negate: bool = False) -> str:
+        test = ("test", "sentence")
+        return interval(results, test, negate=negate, memory=memory, values="alike")
+
     verdicts = [
         decide(
             "ReLU memories beat softmax memories (paper: +1.14 BLEU)",
             bleu("relu") - bleu("softmax"),
-            holds=0.5, partly=0.15, unit="BLEU",
+            holds=0.5, partly=0.15, unit=f"BLEU{between('softmax', negate=True)}",
             rule="holds from +0.5 BLEU on, partly from +0.15",
         ),
         decide(
             "Softmax with LayerNorm reaches ReLU (paper: 0.01 BLEU below)",
             bleu("softmax_ln") - bleu("relu"),
-            holds=-0.3, partly=-0.6, unit="BLEU",
+            holds=-0.3, partly=-0.6, unit=f"BLEU{between('softmax_ln')}",
             rule="holds if at most 0.3 BLEU below, partly to 0.6",
         ),
         decide(

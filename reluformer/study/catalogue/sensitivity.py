@@ -6,7 +6,7 @@ from reluformer.study.catalogue.tables import decimals, group_table, mean_of, pe
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, combine
-from reluformer.study.variants import ATTENTION_SETTINGS
+from reluformer.study.variants import ATTENTION_SETTINGS, shorten
 
 _CHANGES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -34,30 +34,22 @@ _TINY = ("default", "softmax", "no normalisation loss", "length exponent 0.5")
 def _plan(plan: Plan) -> list[Cell]:
     """Trainings of a fifth of the budget's steps."""
     budget = plan.budget
-    names = _TINY if budget.name == "tiny" else tuple(_CHANGES)
-    shorter = {} if budget.name == "tiny" else _shorter(budget.sentence.settings)
+    is_tiny = budget.name == "tiny"
     return [
-        Cell(
-            "sensitivity." + name.replace(": ", "-").replace(", ", "-").replace(" ", "_"),
-            {"change": name, "seed": 1},
-            recipe=budget.sentence.recipe,
-            corpus="europarl-sent",
-            settings={**budget.sentence.settings, **shorter, **_CHANGES[name], "train.seed": 1},
-        )
-        for name in names
+        shorten(_cell(name, plan), 1.0 if is_tiny else 0.2)
+        for name in (_TINY if is_tiny else _CHANGES)
     ]
 
 
-def _shorter(settings: dict[str, Any]) -> dict[str, Any]:
-    steps = int(settings.get("train.steps", 7200)) // 5
-    every = max(1, steps // 2)
-    return {
-        "train.steps": steps,
-        "train.warmup": steps // 3,
-        "train.dev_every": every,
-        "train.checkpoint_every": every,
-        "train.log_every": max(1, steps // 10),
-    }
+def _cell(name: str, plan: Plan) -> Cell:
+    training = plan.budget.sentence
+    return Cell(
+        "sensitivity." + name.replace(": ", "-").replace(", ", "-").replace(" ", "_"),
+        {"change": name, "seed": 1},
+        recipe=training.recipe,
+        corpus="europarl-sent",
+        settings={**training.settings, **_CHANGES[name], "train.seed": 1},
+    )
 
 
 def _conclude(results: Results) -> Findings:

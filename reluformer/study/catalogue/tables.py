@@ -76,6 +76,26 @@ def show_comparison(comparison: Comparison | None) -> str:
     return f"{comparison.difference:+.2f} ({low:+.2f} to {high:+.2f}), p = {comparison.p_value:.3f}"
 
 
+def interval(
+    results: Results, test: tuple[str, str], *, negate: bool = False, **labels: Any
+) -> str:
+    """The 95 % interval of a group's paired difference, as text behind a unit; empty if missing.
+
+    Args:
+        results: Outcomes and comparisons of a study.
+        test: Test set and level.
+        negate: Show the baseline minus the group.
+        **labels: Labels of the group.
+    """
+    comparison = find_comparison(results.comparisons, labels, *test)
+    if comparison is None:
+        return ""
+    low, high = comparison.interval
+    if negate:
+        low, high = -high, -low
+    return f" (95 %: {low:+.2f} to {high:+.2f})"
+
+
 def lines_over(
     outcomes: Sequence[Outcome], x: str, by: str, value: str, where: dict[str, Any] | None = None
 ) -> list[Series]:
