@@ -15,6 +15,7 @@ from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.checks import check_attention, check_contents
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import ATTENTIONS, lookup
+from reluformer.ops.gate import resolve_call
 from reluformer.ops.signature import CHOICES, Choice, remember, signature
 from reluformer.ops.stats import SumsLevel
 from reluformer.ops.visibility import Visibility
@@ -36,13 +37,15 @@ def attend(
     Raises:
         UserError: If an argument is not allowed, or the named backend does not support the call.
     """
-    key = signature(attention.name, call, options, impl)
     try:
+        key = signature(attention.name, call, options, impl)
         choice = None if key is None else CHOICES.get(key)
-    except TypeError:  # An argument is not hashable; the checks below refuse it.
+    except (TypeError, RuntimeError):
+        # An argument is not hashable, or a tensor has no shape; the checks below refuse it.
         key = choice = None
     if choice is None:
         check_attention(attention, call, options)
+        call, options = resolve_call(call, options)
         rule = attention.rectified(options)
         choice = Choice(registry.choose(attention, call, rule, impl), rule)
         if key is not None:
@@ -64,12 +67,13 @@ def _log_once(attention: str, backend: str, device: str) -> None:
     log.info("%s attention runs on %s with impl=%s", attention, device, backend)
 
 
-def _scale(attention: Attention, q: Tensor, scale: float | None) -> float:
+def scale_or_default(attention: Attention, q: Tensor, scale: float | None) -> float:
     """The given scale, or the attention's default for the width of q."""
     if scale is not None:
         return scale
-    # Other arguments than tensors are refused later.
-    return attention.default_scale(q.shape[-1] if isinstance(q, Tensor) and q.dim() else 1)
+    # Other arguments than dense tensors are refused later.
+    is_dense = isinstance(q, Tensor) and q.dim() > 0 and not q.is_nested
+    return attention.default_scale(q.shape[-1] if is_dense else 1)
 
 
 @overload
@@ -144,7 +148,17 @@ def attention(
     row = lookup(name)
     visibility = Visibility(mask, causal, key_lengths, window)
     extras = (return_weights, return_stats, return_sums)
-    call = Call(q, k, v, visibility, _scale(row, q, scale), bias, dropout_p, *extras, entropy_every)
+    call = Call(
+        q,
+        k,
+        v,
+        visibility,
+        scale_or_default(row, q, scale),
+        bias,
+        dropout_p,
+        *extras,
+        entropy_every,
+    )
     if check:
         check_contents(row, call, options)
     result = attend(row, call, options, impl)
@@ -209,7 +223,17 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     row = ATTENTIONS["relu"]
     visibility = Visibility(mask, causal, key_lengths, window)
     extras = (return_weights, return_stats, return_sums)
-    call = Call(q, k, v, visibility, _scale(row, q, scale), bias, dropout_p, *extras, entropy_every)
+    call = Call(
+        q,
+        k,
+        v,
+        visibility,
+        scale_or_default(row, q, scale),
+        bias,
+        dropout_p,
+        *extras,
+        entropy_every,
+    )
     options = {
         "gamma": gamma,
         "length_exponent": length_exponent,

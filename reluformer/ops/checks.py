@@ -11,6 +11,7 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.call import Call
 from reluformer.ops.definition import Attention
+from reluformer.ops.gate import check_call
 from reluformer.ops.stats import SumsLevel
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,8 +22,9 @@ SUMS = (None, *get_args(SumsLevel))
 def check_attention(attention: Attention, call: Call, options: Mapping[str, Any]) -> None:
     """Raise a `UserError` if tensors, numbers or options do not fit the attention.
 
-    Only shapes, dtypes and numbers are checked; `check_contents` reads tensors.
+    Only devices, layouts, shapes, dtypes and numbers are checked; `check_contents` reads tensors.
     """
+    check_call(call, options)
     check_tensors(call.q, call.k, call.v)
     unknown = sorted(set(options) - attention.options)
     if unknown:

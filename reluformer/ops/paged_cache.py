@@ -15,6 +15,7 @@ from reluformer.ops.backends.fused import per_head_rule
 from reluformer.ops.backends.torch_state import needs_grad
 from reluformer.ops.backends.triton.op import paged_attention, supports
 from reluformer.ops.checks import FLOATS
+from reluformer.ops.gate import check_storage, resolve
 from reluformer.ops.rule import Rectified
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -112,6 +113,7 @@ class PagedCache:
         `decode_attention`.
         """
         self._check(keys, values)
+        keys, values = resolve(keys), resolve(values)
         steps = keys.shape[2]
         new = [steps] * self.batch if counts is None else self._per_sequence(counts, "counts")
         if max(new) > steps:
@@ -169,6 +171,7 @@ class PagedCache:
         return counts
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
+        check_storage([("the cache", self.keys), ("keys", keys), ("values", values)])
         for name, new, pool in (("keys", keys, self.keys), ("values", values, self.values)):
             wanted = [self.batch, pool.shape[1], keys.shape[2] if keys.dim() == 4 else "T",
                       pool.shape[3]]  # fmt: skip
@@ -232,6 +235,9 @@ def decode_attention(
         UserError: If an argument is not allowed, or `impl` does not support the call.
     """
     _check_queries(q, cache)
+    learned = {"gamma": gamma, "threshold": threshold}
+    check_storage([("q", q), *learned.items()], learned)
+    q, gamma, threshold = resolve(q), resolve(gamma), resolve(threshold)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rule = Rectified(gamma, length_exponent, power, threshold, row_normalise=row_normalise)
     for name, value in (("gamma", gamma), ("threshold", threshold)):
@@ -253,6 +259,7 @@ def decode_attention(
 
 
 def _check_queries(q: Tensor, cache: PagedCache) -> None:
+    check_storage([("q", q)])
     _, kv_heads, _, width = cache.keys.shape
     if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != width:
         raise UserError(

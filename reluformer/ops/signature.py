@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced
@@ -22,8 +23,9 @@ class Choice(NamedTuple):
     """The rectified rule; None if the attention has none or the rule holds tensors."""
 
 
-# (shape, dtype); a tensor itself would be hashed by identity.
-_KIND = attrgetter("shape", "dtype")
+# A tensor itself would be hashed by identity.
+_KIND = attrgetter("shape", "dtype", "device", "layout")
+_DENSE = torch.strided
 
 CHOICES: dict[Hashable, Choice] = {}
 """Choices by signature."""
@@ -32,20 +34,34 @@ CHOICES: dict[Hashable, Choice] = {}
 def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> Hashable | None:
     """Everything that checks and choices depend on; None for calls that are not remembered.
 
-    Calls under a compiler, a dispatch mode or a functorch transform are not remembered.
+    Calls under a compiler, a dispatch mode or a transform of `torch.func` are not remembered, and
+    neither are calls with tensors that `gate` refuses or rewrites.
     """
     q, k, v, visibility = call.q, call.k, call.v, call.visibility
     if not is_untraced(q) or type(k) is not Tensor or type(v) is not Tensor:
         return None
+    device = q.device
+    if (
+        k.device != device or v.device != device
+        or q.layout is not _DENSE or k.layout is not _DENSE or v.layout is not _DENSE
+        or q.is_neg() or k.is_neg() or v.is_neg()
+        or q._is_zerotensor() or k._is_zerotensor() or v._is_zerotensor()
+    ):  # fmt: skip
+        return None
     tensors: Hashable = None
     if visibility.mask is not None or call.bias is not None or visibility.key_lengths is not None:
         optional = (visibility.mask, call.bias, visibility.key_lengths)
-        tensors = tuple([_KIND(t) if isinstance(t, Tensor) else t for t in optional])
+        tensors = tuple([_kind(t) if isinstance(t, Tensor) else t for t in optional])
     return (
-        name, impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device,
+        name, impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device,
         autocast_dtype(q), tensors, visibility.causal, visibility.window, call.scale, call[6:11],
-        *options, *[_KIND(x) if isinstance(x, Tensor) else x for x in options.values()],
+        *options, *[_kind(x) if isinstance(x, Tensor) else x for x in options.values()],
     )  # fmt: skip
+
+
+def _kind(tensor: Tensor) -> Hashable:
+    """Everything about a tensor that checks depend on; never repeated for a lazy tensor."""
+    return object() if tensor.is_neg() or tensor._is_zerotensor() else _KIND(tensor)
 
 
 def remember(key: Hashable, choice: Choice) -> None:

@@ -1,5 +1,6 @@
 """ReLU attention over packed sequences, stored one after the other without padding."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -7,12 +8,13 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
-from reluformer.ops.api import attend
+from reluformer.ops.api import attend, scale_or_default
 from reluformer.ops.backends import fused
 from reluformer.ops.backends.triton import op as triton
 from reluformer.ops.call import AttentionResult, Call, Packing
 from reluformer.ops.checks import INTS, check_attention
 from reluformer.ops.family.table import ATTENTIONS
+from reluformer.ops.gate import check_call, resolve_call
 from reluformer.ops.stats import RowSums, SumsLevel, row_sums
 from reluformer.ops.visibility import Visibility
 
@@ -97,11 +99,9 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
     Raises:
         UserError: If an argument is not allowed, or `impl` does not support the call.
     """
-    if scale is None:
-        # Arguments that are no tensors are refused below.
-        scale = ATTENTIONS["relu"].default_scale(q.shape[-1] if isinstance(q, Tensor) else 1)
+    scale = scale_or_default(ATTENTIONS["relu"], q, scale)
     packing = Packing(cu_seq_q, cu_seq_k, max_q, max_k)
-    options = {
+    options: Mapping[str, Any] = {
         "gamma": gamma,
         "length_exponent": length_exponent,
         "power": power,
@@ -113,6 +113,7 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
         q, k, v, visibility, scale, None, dropout_p, return_sums=return_sums, packing=packing
     )
     _check(call, options)
+    call, options = resolve_call(call, options)
     if check:
         _check_boundaries(call)
     if _use_triton(call, options, impl):
@@ -122,7 +123,7 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
     return result.output if return_sums is None else result
 
 
-def _packed(call: Call, options: dict[str, Any]) -> AttentionResult:
+def _packed(call: Call, options: Mapping[str, Any]) -> AttentionResult:
     """One kernel over all sequences."""
     rule = ATTENTIONS["relu"].rectified(options)
     assert rule is not None
@@ -133,7 +134,7 @@ def _packed(call: Call, options: dict[str, Any]) -> AttentionResult:
     return AttentionResult(output.to(call.q.dtype), None, None, sums)
 
 
-def _loop(call: Call, options: dict[str, Any], impl: str) -> AttentionResult:
+def _loop(call: Call, options: Mapping[str, Any], impl: str) -> AttentionResult:
     """One dense call for each sequence."""
     assert call.packing is not None
     q_ends, k_ends = call.packing.cu_q.tolist(), call.packing.cu_k.tolist()
@@ -187,7 +188,7 @@ def _visible(call: Call) -> Tensor:
     return (high - low).clamp(min=0).masked_fill(behind, 0)
 
 
-def _use_triton(call: Call, options: dict[str, Any], impl: str) -> bool:
+def _use_triton(call: Call, options: Mapping[str, Any], impl: str) -> bool:
     """Whether the packed kernel runs the call; a named backend is never replaced."""
     if impl not in ("triton", *_LOOPS):
         raise UserError(f"impl must be one of triton, {', '.join(_LOOPS)}, got {impl!r}")
@@ -201,13 +202,14 @@ def _use_triton(call: Call, options: dict[str, Any], impl: str) -> bool:
     return reason is None
 
 
-def _check(call: Call, options: dict[str, Any]) -> None:
+def _check(call: Call, options: Mapping[str, Any]) -> None:
     """Raise a `UserError` if shapes, dtypes or numbers do not fit."""
     assert call.packing is not None
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise UserError(f"{name} must be a tensor of shape [N, heads, D], got {shape}")
+    check_call(call, options)
     # As one sequence, [1, H, N, D], the call must pass the checks of a dense one.
     q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.k, call.v))
     check_attention(ATTENTIONS["relu"], call._replace(q=q, k=k, v=v), options)

@@ -30,20 +30,21 @@ def with_cosines(attention: Attention, call: Call) -> Call:
 def per_head_rule(rule: Rectified, q: Tensor) -> Rectified:
     """The rule with gamma and threshold as numbers or contiguous tensors [H], at least float32."""
     gamma, threshold = rule.gamma, rule.threshold
-    wide, heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
     if isinstance(gamma, Tensor):
-        gamma = _each_head(gamma, heads, wide)
+        gamma = _each_head(gamma, q)
     if isinstance(threshold, Tensor):
-        threshold = _each_head(threshold, heads, wide)
+        threshold = _each_head(threshold, q)
     if gamma is rule.gamma and threshold is rule.threshold:
         return rule
     return replace(rule, gamma=gamma, threshold=threshold)
 
 
-def _each_head(value: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def _each_head(value: Tensor, q: Tensor) -> Tensor:
+    """[H] on q's device, at least float32, from one value or one per head."""
+    dtype, heads = torch.promote_types(q.dtype, torch.float32), q.shape[1]
     if value.dtype == dtype and value.shape == (heads,) and value.is_contiguous():
         return value
-    return value.to(dtype).expand(heads).contiguous()
+    return value.to(q.device, dtype).expand(heads).contiguous()
 
 
 def finish(
