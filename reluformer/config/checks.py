@@ -14,11 +14,11 @@ def check_at_least(least: int, settings: object, *names: str) -> None:
 
 
 def check_above_zero(settings: object, *names: str) -> None:
-    """Refuse fields that are not finite and greater than 0."""
+    """Refuse fields that are not greater than 0."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} must be finite and greater than 0, got {value}")
+            raise UserError(f"{name} must be greater than 0, got {value}")
 
 
 def check_fraction(settings: object, *names: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reluformer.config.checks import check_at_least
+from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 
 GENERATED = ("sample", "reverse", "copy")
@@ -28,6 +29,7 @@ class GeneratedConfig:
     """Smallest and largest number of letters (`reverse`, `copy`) or sentences (`sample`)."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_at_least(1, self, "train", "dev", "symbols")
         check_at_least(260, self, "vocab_size")
         if len(self.lengths) != 2 or not 1 <= self.lengths[0] <= self.lengths[1]:
@@ -56,6 +58,7 @@ class DataConfig:
     """Size of the generated task; must be unset for a folder."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_at_least(2, self, "max_length")
         if self.cross_documents and self.unit == "sentence":
             raise UserError("cross_documents must be false when data.unit is sentence, got true")

@@ -13,10 +13,11 @@ import yaml
 from reluformer import recipes
 from reluformer.config.data import DataConfig
 from reluformer.config.migration import migrate_recipe
-from reluformer.config.schema import build, override, to_dict
+from reluformer.config.schema import build, check_fields, override, to_dict
 from reluformer.config.search import SearchConfig
 from reluformer.config.train import TrainConfig
 from reluformer.config.yaml_lines import parse_assignments, read_yaml
+from reluformer.data.tokenizer import SEP
 from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.model.config import ModelConfig
@@ -54,6 +55,7 @@ class Recipe:
     """Default search of the finished model."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.model.encoder_layers < 1:
             raise UserError(
                 f"model.encoder_layers must be at least 1, got {self.model.encoder_layers}"
@@ -142,7 +144,7 @@ def recipe_from(values: Mapping[str, Any]) -> Recipe:
             if name in model:
                 raise UserError(f"model.{name} comes from the tokenizer and cannot be set")
         # A placeholder until the tokenizer is known.
-        model = {**model, "vocabulary": 1}
+        model = {**model, "vocabulary": SEP + 1}
     return build(Recipe, {**values, "model": model})
 
 

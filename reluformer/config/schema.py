@@ -1,12 +1,15 @@
 """Dataclasses from nested plain values (YAML, JSON) and back, checked field by field.
 
 Every error is one sentence with the full path of the field (`model.attention.kind`), its value and
-what is allowed. The only conversion is from text to numbers, because YAML reads `1e-3` as text.
+what is allowed. The only conversions are between kinds of numbers, and from text to numbers,
+because YAML reads `1e-3` as text.
 """
 
-import contextlib
 import dataclasses
 import difflib
+import math
+import numbers
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -16,6 +19,9 @@ from reluformer.config.migration import RENAMED_FIELDS
 from reluformer.errors import UserError
 
 T = TypeVar("T")
+
+# Whole numbers beyond 64 bits overflow in torch and in numpy.
+_LARGEST = 2**63 - 1
 
 
 def build(cls: type[T], values: Any, path: str = "") -> T:
@@ -49,15 +55,40 @@ def build(cls: type[T], values: Any, path: str = "") -> T:
         raise UserError(f"{path}.{error}" if path else str(error)) from None
 
 
+def check_fields(settings: Any) -> None:
+    """Check the fields of a dataclass against their annotations, and convert numbers.
+
+    Configuration classes call this first in `__post_init__`, so that an instance is valid however
+    it was built.
+
+    Raises:
+        UserError: A field has a wrong type, an unknown choice, or is infinite or NaN.
+    """
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        if typing.get_origin(hint) is typing.ClassVar:
+            continue
+        object.__setattr__(settings, name, convert_finite(hint, getattr(settings, name), name))
+
+
+def convert_finite(hint: Any, value: Any, path: str) -> Any:
+    """Like `convert`, and refuse infinity and NaN."""
+    value = convert(hint, value, path)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{path} must be a finite number, got {value}")
+    return value
+
+
 def convert(hint: Any, value: Any, path: str) -> Any:
     """Check that `value` has the type `hint` and convert it; errors name `path`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, typing.cast(type, hint)):
+            return value
         return build(typing.cast(type, hint), value, path)
     if origin is Literal:
-        if value in arguments and type(value) in {type(a) for a in arguments}:
+        if any(type(value) is type(a) and value == a for a in arguments):
             return value
         allowed = ", ".join(str(a) for a in arguments)
         raise UserError(f"{path} must be one of {allowed}, got {_show(value)}")
@@ -123,16 +154,22 @@ def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, path:
 
 
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
+    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+    wrong = UserError(f"{path} must be {names.get(hint, str(hint))}, got {_show(value)}")
+    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        if abs(int(value)) > _LARGEST:
+            raise UserError(f"{path} must be between -2^63 and 2^63, got {_show(value)}")
+        return int(value)
+    is_text_or_number = isinstance(value, (str, numbers.Real)) and not isinstance(value, bool)
+    if hint is float and is_text_or_number:
+        # YAML 1.1 reads 1e-3, without a dot, as text.
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            raise wrong from None
     if type(value) is hint:
         return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint is float and isinstance(value, str):
-        # YAML 1.1 reads 1e-3, without a dot, as text.
-        with contextlib.suppress(ValueError):
-            return float(value)
-    names = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
-    raise UserError(f"{path} must be {names.get(hint, str(hint))}, got {_show(value)}")
+    raise wrong
 
 
 def _unknown(path: str, key: str, known: list[str]) -> str:
@@ -147,7 +184,19 @@ def _join(path: str, name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    return "nothing" if value is None else f"{value!r} ({type(value).__name__})"
+    """The value and its type, shortened to fit a sentence."""
+    if value is None:
+        return "nothing"
+    try:
+        text = repr(value) if isinstance(value, float) else _SHORT.repr(value)
+    except ValueError:
+        # Python does not print whole numbers of more than 4300 digits.
+        text = "a number of more than 4300 digits"
+    return f"{text} ({type(value).__name__})"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:

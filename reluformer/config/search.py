@@ -4,7 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from reluformer.config.checks import check_above_zero, check_at_least
+from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
+
+_LARGEST_PENALTY = 20
 
 
 @dataclass(frozen=True)
@@ -31,24 +35,18 @@ class SearchConfig:
     """Seed of sampling."""
 
     def __post_init__(self) -> None:
-        if self.method not in ("beam", "sample"):
-            raise UserError(f"method must be one of beam, sample, got {self.method!r}")
-        if self.beam < 1:
-            raise UserError(f"beam must be at least 1, got {self.beam}")
-        if not math.isfinite(self.length_penalty):
-            raise UserError(f"length_penalty must be a finite number, got {self.length_penalty}")
-        if not 0 <= self.max_ratio < math.inf:
-            raise UserError(f"max_ratio must be finite and at least 0, got {self.max_ratio}")
-        if self.max_extra < 1:
-            raise UserError(f"max_extra must be at least 1, got {self.max_extra}")
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"temperature must be finite and above 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k must be at least 1, got {self.top_k}")
+        check_fields(self)
+        check_at_least(1, self, "beam", "max_extra", "top_k")
+        check_at_least(0, self, "max_ratio", "seed")
+        check_above_zero(self, "temperature")
+        # Larger exponents overflow: a length to this power must be a finite number.
+        if abs(self.length_penalty) > _LARGEST_PENALTY:
+            raise UserError(
+                f"length_penalty must be from -{_LARGEST_PENALTY} to {_LARGEST_PENALTY}, "
+                f"got {self.length_penalty}"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed}")
 
     def longest(self, source: int) -> int:
         """Maximum length of the translation of `source` tokens."""

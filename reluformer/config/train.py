@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reluformer.config.checks import check_above_zero, check_at_least, check_fraction
+from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 from reluformer.model.losses import MARGIN
 
@@ -100,6 +101,7 @@ class TrainConfig:
     """Also write TensorBoard logs."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_at_least(1, self, "steps", "batch_tokens", "accumulate", "log_every", "keep")
         check_at_least(1, self, "checkpoint_every", "entropy_every", "calibration_batches")
         check_at_least(1, self, "bleu_examples", "average_last", "dev_every", "bleu_every")

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from reluformer.config.checks import check_above_zero, check_at_least, check_fraction
+from reluformer.config.schema import check_fields, convert_finite
 from reluformer.errors import UserError
+from reluformer.model.memories.definition import MemorySize
 from reluformer.model.memories.table import MEMORIES
 from reluformer.ops.family.table import ATTENTIONS
 
@@ -72,20 +75,20 @@ class AttentionConfig:
     """Backend; `auto` is the fastest that supports the call."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_name("kind", self.kind, ATTENTIONS)
         row = ATTENTIONS[self.kind]
-        for name in self.options:
+        for name, value in self.options.items():
             if name not in row.options:
                 allowed = ", ".join(sorted(row.options)) or "none"
                 raise UserError(f"options.{name} is not an option of {self.kind}: {allowed}")
-        if not self.gamma_init > 0:
-            raise UserError(f"gamma_init must be greater than 0, got {self.gamma_init}")
-        if self.row_sum_init is not None and not self.row_sum_init > 0:
-            raise UserError(f"row_sum_init must be greater than 0, got {self.row_sum_init}")
+            hint = int if type(row.defaults[name]) is int else float | None
+            convert_finite(hint, value, f"options.{name}")
+        check_above_zero(self, "gamma_init", "row_sum_init")
         if "gamma" in row.options:
             # Raises UserError for values that the rule does not allow.
             row.weigh_with(self.fixed_options)
-        _check_rate("dropout", self.dropout)
+        check_fraction(self, "dropout")
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
@@ -157,19 +160,38 @@ class ModelConfig:
     eos_id: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "width", "heads", "decoder_layers", "slots"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.encoder_layers < 0:
-            raise UserError(f"encoder_layers must be at least 0, got {self.encoder_layers}")
+        check_fields(self)
+        check_at_least(1, self, "vocabulary", "width", "heads", "kv_heads")
+        check_at_least(1, self, "decoder_layers", "slots")
+        check_at_least(0, self, "encoder_layers", "pad_id", "bos_id", "eos_id")
+        for name in ("pad_id", "bos_id", "eos_id"):
+            if getattr(self, name) >= self.vocabulary:
+                raise UserError(
+                    f"{name} must be below vocabulary {self.vocabulary}, got {getattr(self, name)}"
+                )
         if self.width % self.heads:
             raise UserError(f"heads must divide width {self.width}, got {self.heads}")
         if self.heads % self.key_value_heads:
             raise UserError(f"kv_heads must divide heads {self.heads}, got {self.kv_heads}")
-        _check_name("memory", self.memory, MEMORIES)
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(f"rotary positions need an even head width, got {self.head_width}")
-        _check_rate("dropout", self.dropout)
+        check_fraction(self, "dropout")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Check `memory` and its options as `KeyValueMemory` does."""
+        _check_name("memory", self.memory, MEMORIES)
+        common = {"bias": bool, "dropout": float, "heads": int, "value_std": float | None}
+        for name, hint in common.items():
+            if name in self.memory_options:
+                convert_finite(hint, self.memory_options[name], f"memory_options.{name}")
+        options = {k: value for k, value in self.memory_options.items() if k not in common}
+        heads = self.memory_options.get("heads", 1)
+        try:
+            selector = MEMORIES[self.memory].select_with(options)
+            selector.check(MemorySize(self.width, self.slots, heads))
+        except UserError as error:
+            raise UserError(f"memory_options: {error}") from None
 
     @classmethod
     def paper(cls, vocabulary: int, **changes: Any) -> Self:
@@ -190,7 +212,7 @@ class ModelConfig:
     @property
     def key_value_heads(self) -> int:
         """Number Hkv of key/value heads."""
-        return self.heads if self.kv_heads is None else max(self.kv_heads, 1)
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     def attention_at(self, site: Site) -> AttentionConfig:
         """The attention of a site: its own, or the common one."""
@@ -201,8 +223,3 @@ class ModelConfig:
 def _check_name(field: str, name: str, table: Mapping[str, object]) -> None:
     if name not in table:
         raise UserError(f"{field} must be one of {', '.join(sorted(table))}, got {name!r}")
-
-
-def _check_rate(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UserError(f"{name} must be in [0, 1), got {value}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.kv_cache import PagedLayerCache
@@ -40,6 +41,7 @@ class GenerationConfig:
     use_cache: bool | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not self.temperature >= 0:

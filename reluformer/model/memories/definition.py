@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 from reluformer.ops.memory import Weigh
 
@@ -63,6 +64,9 @@ class Selector(ABC):
 
     by_head: ClassVar[bool] = False
     """Whether keys are split by head: the kind then takes `heads` and has no biases."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def check(self, size: MemorySize) -> None:
         """Raise UserError for sizes or options that cannot work; the default accepts all."""

@@ -1,0 +1,26 @@
+"""Settings of the search check themselves."""
+
+from typing import Any
+
+import pytest
+
+from reluformer.config.search import SearchConfig
+from reluformer.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "greedy"}, "method must be one of beam, sample, got 'greedy'"),
+        ({"beam": 2.5}, "beam must be a whole number, got 2.5"),
+        ({"beam": 0}, "beam must be at least 1, got 0"),
+        ({"length_penalty": 1e308}, "length_penalty must be from -20 to 20, got 1e"),
+        ({"length_penalty": float("inf")}, "length_penalty must be a finite number, got inf"),
+        ({"max_ratio": -1}, "max_ratio must be at least 0, got -1"),
+        ({"seed": 2**63}, r"seed must be between -2\^63 and 2\^63"),
+        ({"top_p": "all"}, "top_p must be a number, got 'all'"),
+    ],
+)
+def test_the_constructor_checks_its_arguments(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SearchConfig(**values)
