@@ -10,7 +10,6 @@ A checkpoint is written under a temporary name and renamed once all its files ar
 """
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,8 @@ from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json
 from reluformer.model import ReLUFormer
-from reluformer.model.pretrained import CONFIG, load_tensors, read_tensors, write_tensors
+from reluformer.model.pretrained import CONFIG, model_of, read_tensors, write_tensors
+from reluformer.reading import read_json
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
 RECIPE, TOKENIZER, STATE = "recipe.yaml", "tokenizer.json", "state.json"
@@ -160,8 +160,8 @@ def load_run(folder: Path | str) -> LoadedRun:
     if not checkpoints:
         raise UserError(f"{folder} holds neither a finished model nor a checkpoint")
     tokenizer, recipe = _tokenizer_and_recipe(run)
-    model = ReLUFormer(recipe.model_with(tokenizer.vocab_size))
-    load_tensors(model, load_weights(run, checkpoints[-1]), folder_of(run, checkpoints[-1]))
+    weights = folder_of(run, checkpoints[-1]) / "model.safetensors"
+    model = model_of(ReLUFormer, recipe.model_with(tokenizer.vocab_size), weights)
     return LoadedRun(model.eval(), tokenizer, recipe, checkpoints[-1])
 
 
@@ -172,8 +172,8 @@ def _tokenizer_and_recipe(folder: Path) -> tuple[Tokenizer, Recipe]:
 def _load_state(folder: Path) -> RunState:
     path = folder / STATE
     try:
-        state = build(RunState, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        state = build(RunState, read_json(path))
+    except UserError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if state.format != FORMAT:
         raise UserError(f"{path} must be of format {FORMAT}, got format {state.format}")

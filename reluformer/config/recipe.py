@@ -119,7 +119,7 @@ def load_recipe(source: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         path = recipes.path(path.name)
     elif path.stem in recipes.names() and not path.exists():
         raise UserError(f"{path} does not exist; the shipped recipe is called {path.stem}")
-    file = read_yaml(path)
+    file = read_yaml(path, allow_pipe=True)
     assigned = parse_assignments(overrides)
     try:
         return recipe_from(override(file.values, assigned))

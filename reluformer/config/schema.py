@@ -156,12 +156,12 @@ def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, path:
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     names = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
     wrong = UserError(f"{path} must be {names.get(hint, str(hint))}, got {_show(value)}")
-    if hint is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    is_bool = type(value) is bool
+    if hint is int and isinstance(value, numbers.Integral) and not is_bool:
         if abs(int(value)) > _LARGEST:
             raise UserError(f"{path} must be between -2^63 and 2^63, got {_show(value)}")
         return int(value)
-    is_text_or_number = isinstance(value, (str, numbers.Real)) and not isinstance(value, bool)
-    if hint is float and is_text_or_number:
+    if hint is float and isinstance(value, (str, numbers.Real)) and not is_bool:
         # YAML 1.1 reads 1e-3, without a dot, as text.
         try:
             return float(value)

@@ -8,6 +8,12 @@ from typing import Any
 import yaml
 
 from reluformer.errors import UserError
+from reluformer.reading import read_text
+
+# A recipe has about 100 values in 3,000 bytes. PyYAML reads 50,000 bytes per second.
+_LIMIT, _NODES = 2**16, 10_000
+# PyYAML passes on the errors of Python's conversions, as for the date 2026-99-99.
+_CONVERSIONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -36,28 +42,13 @@ class YamlFile:
         return UserError(f"{self.path}: {error}")
 
 
-def read_yaml(path: Path) -> YamlFile:
+def read_yaml(path: Path, *, allow_pipe: bool = False) -> YamlFile:
     """Read a YAML mapping; repeated fields are refused, although YAML would keep the last."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text") from None
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path} must contain a mapping of fields")
-        lines = _lines(path, node)
-        values = loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f", line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{place} is not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
-    return YamlFile(path, values, lines)
+    text = read_text(path, _LIMIT, allow_pipe=allow_pipe)
+    node, values = _parse(text, str(path))
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path} must contain a mapping of fields")
+    return YamlFile(path, values, _lines(path, node))
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
@@ -68,10 +59,60 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
         if not equals or not all(field.split(".")):
             raise UserError(f"--set {text} must have the form section.field=value")
         try:
-            values[field] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UserError(f"--set {text} has a value that is not valid YAML") from None
+            values[field] = _parse(value, "value")[1]
+        except UserError as error:
+            raise UserError(f"--set {text} has a value that is not valid YAML: {error}") from None
     return values
+
+
+def _parse(text: str, name: str) -> tuple[yaml.Node | None, Any]:
+    """Root node and value of a YAML text; errors name `name`."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        if _expanded_size(node) > _NODES:
+            raise UserError(f"{name} must have at most {_NODES:,} values, with aliases expanded")
+        return node, loader.construct_document(node)
+    except UserError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{name}{place} is not valid YAML: {error.problem}") from None
+    except RecursionError:
+        raise UserError(f"{name} is nested too deeply") from None
+    except (
+        yaml.YAMLError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise UserError(f"{name} is not valid YAML: {error}") from None
+
+
+def _expanded_size(root: yaml.Node) -> int:
+    """Number of nodes with every alias replaced by a copy of its node; cycles are refused."""
+    sizes: dict[int, int | None] = {}
+
+    def measure(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            size = sizes[id(node)]
+            if size is None:
+                raise UserError("a YAML alias must not refer to a node that contains it")
+            return size
+        sizes[id(node)] = None
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in children for part in pair]
+        size = 1 + sum(map(measure, children))
+        sizes[id(node)] = size
+        return size
+
+    return measure(root)
 
 
 def _lines(path: Path, node: yaml.MappingNode) -> dict[str, int]:

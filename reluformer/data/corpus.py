@@ -11,26 +11,54 @@ folder appears when it is complete. Readers memory-map the files.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reluformer.config.schema import build
 from reluformer.data.tokenizer import SEP, Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import atomic_folder, write_json
+from reluformer.reading import JSON_LIMIT, read_json_object
 
 FORMAT = "reluformer corpus 1"
 MANIFEST = "manifest.json"
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Int64s = NDArray[np.int64]
+
+
+FILES = ("source.tokens", "source.offsets", "target.tokens", "target.offsets", "documents")
+_CHECKED = 2**20
+
+
+@dataclass(frozen=True)
+class _File:
+    """Entry of a file in a manifest."""
+
+    type: Literal["<u2", "<u4", "<i8"]
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """Fields of a manifest."""
+
+    format: str
+    sentences: int
+    documents: int
+    source_tokens: int
+    target_tokens: int
+    vocab_size: int
+    tokenizer: str
+    files: dict[str, _File]
 
 
 @dataclass(frozen=True)
@@ -72,18 +100,22 @@ class Corpus:
     def open(cls, folder: Path | str) -> "Corpus":
         """Memory-map a corpus that `write_corpus` wrote; file sizes are checked."""
         folder = Path(folder)
-        manifest = read_manifest(folder, FORMAT)
-        try:
-            arrays = {name: _map(folder / name, entry) for name, entry in manifest["files"].items()}
-            return cls(
-                Side(arrays["source.tokens"], arrays["source.offsets"]),
-                Side(arrays["target.tokens"], arrays["target.offsets"]),
-                arrays["documents"],
-                manifest["vocab_size"],
-                manifest["tokenizer"],
-            )
-        except KeyError as error:
-            raise UserError(f"{folder / MANIFEST} has no entry {error}") from None
+        manifest = build(_Manifest, read_manifest(folder, FORMAT), str(folder / MANIFEST))
+        for name in FILES:
+            if name not in manifest.files:
+                raise UserError(f"{folder / MANIFEST} has no entry {name!r}")
+        arrays = [_map(folder / name, manifest.files[name]) for name in FILES]
+        source, target = Side(arrays[0], arrays[1]), Side(arrays[2], arrays[3])
+        corpus = cls(source, target, arrays[4], manifest.vocab_size, manifest.tokenizer)
+        for name, starts, end in (
+            ("source.offsets", source.offsets, len(source.tokens)),
+            ("target.offsets", target.offsets, len(target.tokens)),
+            ("documents", corpus.documents, len(corpus)),
+        ):
+            _check_starts(folder / name, starts, end)
+        if len(source.offsets) != len(target.offsets):
+            raise UserError(f"{folder} is damaged: its sides differ in length; prepare it again")
+        return corpus
 
     @classmethod
     def in_memory(
@@ -171,20 +203,19 @@ def write_corpus(folder: Path | str, tokenizer: Tokenizer) -> Iterator[CorpusWri
 def read_manifest(folder: Path, format: str) -> dict[str, Any]:
     """Read the manifest of a complete folder and check its format."""
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        if not folder.exists():
-            raise UserError(f"{folder} does not exist; `reluformer prepare` creates it") from None
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist; `reluformer prepare` creates it")
+    if not path.exists():
         raise UserError(
             f"{folder} is not a complete {format}: {MANIFEST} is missing; prepare it again"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    actual = manifest.get("format") if isinstance(manifest, dict) else None
+        )
+    manifest = read_json_object(path, JSON_LIMIT)
+    actual = manifest.get("format")
     if actual != format:
-        raise UserError(f"{path} has format {actual!r}, allowed is {format!r}; prepare it again")
-    return dict(manifest)
+        raise UserError(
+            f"{path} has format {str(actual)[:80]!r}, allowed is {format!r}; prepare it again"
+        )
+    return manifest
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -213,8 +244,8 @@ class _Array:
         return {"type": self.dtype.str, "size": self.size, "sha256": self._digest.hexdigest()}
 
 
-def _map(path: Path, entry: dict[str, Any]) -> NDArray[Any]:
-    dtype, size = np.dtype(entry["type"]), entry["size"]
+def _map(path: Path, entry: "_File") -> NDArray[Any]:
+    dtype, size = np.dtype(entry.type), entry.size
     expected = size * dtype.itemsize
     actual = path.stat().st_size if path.is_file() else None
     if actual != expected:
@@ -225,6 +256,16 @@ def _map(path: Path, entry: dict[str, Any]) -> NDArray[Any]:
         return np.empty(0, dtype)
     # A plain view is still memory-mapped, and faster to index than the memmap subclass.
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(size,)))
+
+
+def _check_starts(path: Path, starts: Int64s, end: int) -> None:
+    """Raise UserError unless `starts` rise from 0 to `end`."""
+    is_sound = len(starts) > 0 and starts[0] == 0 and starts[-1] == end
+    for begin in range(0, len(starts), _CHECKED):
+        # In parts, so that a large file is not copied into memory.
+        is_sound = is_sound and bool((np.diff(starts[begin : begin + _CHECKED + 1]) >= 0).all())
+    if not is_sound:
+        raise UserError(f"{path} is damaged: its numbers do not rise to {end}; prepare it again")
 
 
 def _flatten(sentences: list[list[int]], dtype: np.dtype[Any]) -> tuple[Ids, Int64s]:

@@ -14,14 +14,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from reluformer.data.corpus import FILES as CORPUS_FILES
 from reluformer.data.corpus import FORMAT as CORPUS
 from reluformer.data.corpus import MANIFEST, Corpus, read_manifest, write_corpus
 from reluformer.data.text import Sentence, TextPair, read_documents, read_sentences, write_documents
-from reluformer.data.tokenizer import MIN_VOCAB, Tokenizer
+from reluformer.data.tokenizer import Tokenizer, check_vocab_size
 from reluformer.errors import UserError
 from reluformer.files import atomic_folder, remove_partials, sha256, write_json
+from reluformer.locks import lock_file
+from reluformer.reading import JSON_LIMIT, read_json
 
-FORMAT = "reluformer prepared data 1"
+_ANY_FORMAT = "reluformer prepared data"
+FORMAT = f"{_ANY_FORMAT} 1"
 VOCAB_SIZE = 16_000
 
 Progress = Callable[[int, int | None, str], None]
@@ -46,7 +50,26 @@ class Prepared:
     @classmethod
     def open(cls, folder: Path | str) -> "Prepared":
         """Read the manifest of a folder that `prepare` completed."""
-        return cls(Path(folder), read_manifest(Path(folder), FORMAT))
+        manifest = read_manifest(Path(folder), FORMAT)
+        splits = manifest.get("splits")
+        if not isinstance(splits, dict) or not all(
+            isinstance(split, dict) and type(split.get("marked")) is bool
+            for split in splits.values()
+        ):
+            raise UserError(f"{Path(folder) / MANIFEST} is damaged: it does not describe splits")
+        for split in splits:
+            _check_name(split)
+        return cls(Path(folder), manifest)
+
+    def check(self) -> None:
+        """Raise UserError unless all files are there and readable."""
+        if self.tokenizer().sha256 != self.manifest.get("tokenizer"):
+            raise UserError(f"{self.folder / _TOKENIZER} is not the tokenizer of the manifest")
+        for split in self.splits:
+            self.corpus(split)
+            for file in _text_files(self.folder, split) if split != "train" else ():
+                if not file.is_file():
+                    raise UserError(f"{file} is missing")
 
     @property
     def splits(self) -> list[str]:
@@ -101,20 +124,18 @@ def prepare(
     """
     folder = Path(folder)
     request = _request(splits, vocab_size, tokenizer)
-    if folder.exists():
-        existing = _existing(folder)
-        if existing is not None and existing.manifest.get("request") == request:
-            return existing
-        if existing is not None and not overwrite:
-            raise UserError(
-                f"{folder} was prepared from other files or options; choose another folder or "
-                "overwrite it"
-            )
-    # Leftovers of a killed preparation of the same folder, which may be a symbolic link.
+    # The folder may be a symbolic link.
     target = folder.resolve()
-    remove_partials(target.parent, of=target.name)
-    with atomic_folder(folder) as partial:
-        manifest = _build(partial, splits, request, tokenizer, progress or _silent)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    with lock_file(lock, f"{folder} is being prepared by another process", remove=True):
+        existing = _existing(folder, request, overwrite=overwrite)
+        if existing is not None:
+            return existing
+        # Leftovers of a killed preparation.
+        remove_partials(target.parent, of=target.name)
+        with atomic_folder(folder) as partial:
+            manifest = _build(partial, splits, request, tokenizer, progress or _silent)
     return Prepared(folder, manifest)
 
 
@@ -170,18 +191,15 @@ def _request(
     if "train" not in splits:
         raise UserError(f"splits must include train, got {', '.join(splits) or 'none'}")
     for split, pairs in splits.items():
-        if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]*", split):
-            raise UserError(
-                f"split must consist of letters, digits, '.', '_' and '-', got {split!r}"
-            )
+        _check_name(split)
         if not pairs:
             raise UserError(f"split {split} has no files")
     if vocab_size is not None and tokenizer is not None:
         raise UserError(
             f"vocab_size must not be given with tokenizer {tokenizer}, got {vocab_size}"
         )
-    if vocab_size is not None and vocab_size < MIN_VOCAB:
-        raise UserError(f"vocab_size must be at least {MIN_VOCAB}, got {vocab_size}")
+    if vocab_size is not None:
+        check_vocab_size(vocab_size)
     return {
         "vocab_size": VOCAB_SIZE if tokenizer is None and vocab_size is None else vocab_size,
         "tokenizer": None if tokenizer is None else _identity(Path(tokenizer)),
@@ -200,6 +218,13 @@ def _request(
     }
 
 
+def _check_name(split: str) -> None:
+    if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]*", split):
+        raise UserError(
+            f"split must consist of letters, digits, '.', '_' and '-', got {split[:80]!r}"
+        )
+
+
 def _identity(path: Path | str) -> dict[str, str]:
     path = Path(path)
     if not path.is_file():
@@ -210,13 +235,49 @@ def _identity(path: Path | str) -> dict[str, str]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _existing(folder: Path) -> Prepared | None:
-    """Prepared data in `folder`, None if it is empty; any other folder is refused."""
-    if folder.is_dir() and not any(folder.iterdir()):
+def _existing(folder: Path, request: dict[str, Any], *, overwrite: bool) -> Prepared | None:
+    """Complete data of the same request in `folder`; None if the folder may be written.
+
+    Raises:
+        UserError: The folder holds anything else, and `overwrite` does not allow to replace it.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
-    if (folder / MANIFEST).is_file():
-        return Prepared.open(folder)
-    raise UserError(f"{folder} exists and is not a prepared folder; choose another")
+    if not (folder / MANIFEST).exists() or not _holds_only_prepared_files(folder):
+        raise UserError(f"{folder} exists and is not a prepared folder; choose another")
+    try:
+        prepared = Prepared.open(folder)
+        is_same = prepared.manifest.get("request") == request
+        if is_same:
+            prepared.check()
+            return prepared
+    except UserError as error:
+        if overwrite:
+            return None
+        raise UserError(f"{error}; overwrite the folder to prepare it again") from None
+    if not overwrite:
+        raise UserError(
+            f"{folder} was prepared from other files or options; choose another folder or "
+            "overwrite it"
+        )
+    return None
+
+
+def _holds_only_prepared_files(folder: Path) -> bool:
+    """Whether `folder` holds prepared data, perhaps damaged, and nothing else."""
+    try:
+        if not str(read_json(folder / MANIFEST, JSON_LIMIT)["format"]).startswith(_ANY_FORMAT):
+            return False
+    except (UserError, LookupError, TypeError):
+        # A damaged manifest: the names of the files decide.
+        pass
+    texts = (".source.txt", ".target.txt")
+    return all(
+        {file.name for file in path.iterdir()} <= {*CORPUS_FILES, MANIFEST}
+        if path.is_dir()
+        else path.name in (MANIFEST, _TOKENIZER) or path.name.endswith(texts)
+        for path in folder.iterdir()
+    )
 
 
 def _sentences(pairs: Sequence[TextPair]) -> Iterator[Sentence]:

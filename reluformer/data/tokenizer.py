@@ -17,12 +17,13 @@ import tokenizers
 
 from reluformer.errors import UserError
 from reluformer.files import write_text
+from reluformer.reading import JSON_LIMIT, parse_json, read_text
 
 PAD, BOS, EOS, SEP = range(4)
 # Names of the special ids in the vocabulary file. The quotation marks are not in the byte-level
 # alphabet, so no sequence of merges can produce such a name.
 _SPECIALS = ("‹pad›", "‹bos›", "‹eos›", "‹sep›")
-MIN_VOCAB = len(_SPECIALS) + 256
+MIN_VOCAB, MAX_VOCAB = len(_SPECIALS) + 256, 2**18
 
 # Words with the space before them, English clitics, runs of digits and of other characters. The
 # bounds keep the time for a line without spaces proportional to its length, and split numbers into
@@ -37,6 +38,8 @@ _WORDS = "|".join(
         r"\s{1,16}",
     )
 )
+# A word has at most 64 letters of 4 bytes each after its space.
+_TOKEN_BYTES = 1 + 64 * 4
 # Size of the cache of word ids: number of words, and longest cached word.
 _CACHED_WORDS = 250_000
 _CACHED_CHARACTERS = 64
@@ -64,22 +67,14 @@ class Tokenizer:
 
         The vocabulary is smaller if the lines have too few repeated pairs to merge.
         """
-        if vocab_size < MIN_VOCAB:
-            raise UserError(
-                f"vocab_size must be at least {MIN_VOCAB}, the bytes and special ids, got "
-                f"{vocab_size}"
-            )
-        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
-        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-        bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
-        bpe.decoder = tokenizers.decoders.ByteLevel()
+        check_vocab_size(vocab_size)
+        bpe = _untrained()
         trainers: Any = tokenizers.trainers  # Its types are incomplete.
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=2,
             special_tokens=list(_SPECIALS),
-            initial_alphabet=byte_level.alphabet(),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         bpe.train_from_iterator((line[:_TRAINING_CHARACTERS] for line in lines), trainer)
@@ -90,17 +85,23 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> "Tokenizer":
-        """Load a tokenizer that `save` wrote."""
+        """Load a tokenizer that `save` wrote.
+
+        The file must have exactly the structure of such tokenizers. A foreign one could contain
+        padding, a normaliser or a regular expression that takes unlimited time or memory.
+
+        Raises:
+            UserError: The file cannot be read, or is not the file of such a tokenizer.
+        """
+        text = read_text(Path(path), JSON_LIMIT)
+        problem = _problem(parse_json(text, Path(path)))
+        if problem is not None:
+            raise UserError(f"{path} is not a tokenizer of this package: {problem}")
         try:
-            tokenizer = cls(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+            return cls(text)
         # The library raises plain Exception for a broken specification.
         except Exception as error:
             raise UserError(f"{path} is not a tokenizer: {error}") from None
-        if [tokenizer._bpe.id_to_token(special) for special in range(4)] != list(_SPECIALS):
-            raise UserError(f"{path} must have the ids 0 to 3 for {', '.join(_SPECIALS)}")
-        return tokenizer
 
     def save(self, path: Path | str) -> None:
         """Write the vocabulary and its merges as one JSON file, atomically."""
@@ -159,6 +160,55 @@ class Tokenizer:
             else:
                 sentences[-1].append(i)
         return [self.decode(sentence) for sentence in sentences]
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise UserError for vocabularies that cannot be learnt or loaded."""
+    if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
+        raise UserError(
+            f"vocab_size must be from {MIN_VOCAB}, the bytes and special ids, to {MAX_VOCAB}, got "
+            f"{vocab_size}"
+        )
+
+
+def _untrained() -> Any:
+    """A tokenizer with an empty vocabulary."""
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_WORDS), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    return bpe
+
+
+def _problem(specification: Any) -> str | None:
+    """Difference of a specification from those that `Tokenizer.train` writes; None if none."""
+    if not isinstance(specification, dict) or not isinstance(specification.get("model"), dict):
+        return "it must be an object with a model"
+    template = json.loads(_untrained().to_str())
+    model = dict(specification["model"])
+    vocabulary, merges = model.pop("vocab", None), model.pop("merges", None)
+    for values, allowed in ((specification, template), (model, template["model"])):
+        for name, value in values.items():
+            # Fields of the model are compared one by one: versions of the library differ in them.
+            if name != "model" and (name not in allowed or value != allowed[name]):
+                return f"{name} has a value that it never writes"
+    if any(specification.get(part) != template[part] for part in ("pre_tokenizer", "decoder")):
+        return "pre_tokenizer or decoder is missing"
+    if not isinstance(vocabulary, dict) or not MIN_VOCAB <= len(vocabulary) <= MAX_VOCAB:
+        return f"vocab must have from {MIN_VOCAB} to {MAX_VOCAB} entries"
+    ids = list(vocabulary.values())
+    if not all(type(i) is int for i in ids) or sorted(ids) != list(range(len(ids))):
+        return "the ids of vocab must be 0, 1, 2, ..."
+    if [vocabulary.get(special) for special in _SPECIALS] != [PAD, BOS, EOS, SEP]:
+        return f"the ids 0 to 3 must be {', '.join(_SPECIALS)}"
+    if not set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= set(vocabulary):
+        return "vocab must contain all bytes"
+    if max(map(len, vocabulary)) > _TOKEN_BYTES:
+        return f"vocab has a token of more than {_TOKEN_BYTES} bytes"
+    if not isinstance(merges, list) or len(merges) > len(vocabulary):
+        return "merges must be a list with at most as many entries as vocab"
+    return None
 
 
 class _Words(dict[str, list[int]]):

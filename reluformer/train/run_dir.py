@@ -1,7 +1,6 @@
 """The folder of a run: identity checks, description and lock."""
 
 import datetime
-import json
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,10 @@ from reluformer.config.recipe import Recipe, first_difference, load_stored_recip
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, write_json
 from reluformer.info import commit
+from reluformer.locks import lock_file
 from reluformer.model.pretrained import CONFIG
 from reluformer.processes import Processes
+from reluformer.reading import JSON_LIMIT, read_json_object
 from reluformer.train.data import TrainingData
 
 RUN, METRICS, _LOCK = "run.json", "metrics.jsonl", ".lock"
@@ -84,17 +85,8 @@ def locked(run: Path) -> Iterator[None]:
 
     Without effect on systems without file locks.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
     run.mkdir(parents=True, exist_ok=True)
-    with open(run / _LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run} is in use by another training process") from None
+    with lock_file(run / _LOCK, f"{run} is in use by another training process"):
         yield
 
 
@@ -102,10 +94,7 @@ def _description(run: Path) -> dict[str, Any]:
     path = run / RUN
     if not path.is_file():
         return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    return read_json_object(path, JSON_LIMIT)
 
 
 def _start(group: Processes, step: int) -> dict[str, Any]:

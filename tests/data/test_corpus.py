@@ -118,10 +118,10 @@ def test_damaged_folders_are_refused_in_one_sentence(tokenizer: Tokenizer, tmp_p
         Corpus.open(folder)
     tokens.write_bytes(whole)
     for text, message in [
-        (listing[:50], "manifest.json is damaged"),
-        ("[]", "manifest.json has format None"),
+        (listing[:50], "manifest.json is not valid JSON"),
+        ("[]", "manifest.json must contain a JSON object"),
         (listing.replace("corpus 1", "corpus 2"), "has format 'reluformer corpus 2'"),
-        (json.dumps({"format": "reluformer corpus 1"}), "manifest.json has no entry 'files'"),
+        (json.dumps({"format": "reluformer corpus 1"}), "manifest.json.sentences is required"),
     ]:
         manifest.write_text(text)
         with pytest.raises(UserError, match=message):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_foreign_folders_are_not_changed(files: dict, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "manifest.json").write_text('{"format": "something else"}')
-    with pytest.raises(UserError, match="has format 'something else'"):
+    with pytest.raises(UserError, match="is not a prepared folder"):
         prepare(other, files, overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     empty = tmp_path / "empty"
@@ -145,12 +146,12 @@ def test_killed_processes_leave_no_complete_folder(files: dict, tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"now\n"
         os.kill(process.pid, signal.SIGKILL)
-    leftovers = list(tmp_path.iterdir())
-    assert [path.suffix for path in leftovers] == [".partial"]
+    leftovers = sorted(tmp_path.iterdir())
+    assert [path.suffix for path in leftovers] == [".lock", ".partial"]
     with pytest.raises(UserError, match="p does not exist; `reluformer prepare` creates it"):
         Prepared.open(tmp_path / "p")
     with pytest.raises(UserError, match="is not a complete reluformer prepared data"):
-        Prepared.open(leftovers[0])
+        Prepared.open(leftovers[1])
     prepare(tmp_path / "p", {"train": files["train"]}, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
@@ -183,7 +184,7 @@ def test_the_vocabulary_is_learnt_from_a_sample(
         ({"train": [], "../x": []}, {}, "split train has no files"),
         ({"train": [TextPair(Path("no.en"), Path("no.de"))]}, {}, "no.en is not a file"),
         ({"train": [1], "../x": [1]}, {}, "split must consist of letters, .*, got '../x'"),
-        ({"train": [1]}, {"vocab_size": 7}, "vocab_size must be at least 260, got 7"),
+        ({"train": [1]}, {"vocab_size": 7}, "vocab_size must be from 260, .*, got 7"),
         ({"train": [1]}, {"tokenizer": "no.json"}, "no.json is not a file"),
     ],
 )
@@ -229,3 +230,47 @@ def test_any_bytes_are_prepared_or_refused(tmp_path: Path, content: bytes, dev: 
             assert list(made.documents("dev")) == documents
         assert json.loads((target / "manifest.json").read_text())["format"] == module.FORMAT
     assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("damage", ["manifest", "no splits", "tokenizer", "tokens", "text"])
+def test_a_damaged_folder_is_named_and_prepared_again_on_request(
+    files: dict, prepared: Prepared, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "p"
+    shutil.copytree(prepared.folder, folder)
+    if damage == "manifest":
+        (folder / "manifest.json").write_text("{")
+    elif damage == "no splits":
+        (folder / "manifest.json").write_text('{"format": "reluformer prepared data 1"}')
+    else:
+        name = {"tokenizer": "tokenizer.json", "tokens": "dev/source.tokens"}
+        (folder / name.get(damage, "dev.source.txt")).unlink()
+    with pytest.raises(UserError, match="; overwrite the folder to prepare it again|was prepared"):
+        prepare(folder, files, vocab_size=600)
+    prepare(folder, files, vocab_size=600, overwrite=True).check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p"]
+
+
+def test_a_second_preparation_of_the_same_folder_is_refused(files: dict, tmp_path: Path) -> None:
+    attempts: list[str] = []
+
+    def prepare_again(done: int, total: int | None, doing: str) -> None:
+        if not attempts:
+            with pytest.raises(UserError) as caught:
+                prepare(tmp_path / "p", files, vocab_size=300)
+            attempts.append(str(caught.value))
+
+    prepare(tmp_path / "p", files, vocab_size=300, progress=prepare_again).check()
+    assert attempts == [f"{tmp_path / 'p'} is being prepared by another process"]
+
+
+def test_a_link_to_an_empty_folder_stays_a_link(files: dict, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    prepare(tmp_path / "link", files, vocab_size=300)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/manifest.json").is_file()
+
+
+def test_an_impossible_vocabulary_is_refused_at_once(files: dict, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="vocab_size must be from 260, .*, got 100000000000"):
+        prepare(tmp_path / "p", files, vocab_size=100_000_000_000)
