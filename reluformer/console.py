@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+import typer
+
 from reluformer.errors import Diverged, UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Exit statuses besides 0.
-MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
+FAILURE, MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
 # Seconds before progress is shown, and between lines of progress without a terminal.
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
@@ -28,7 +30,10 @@ _IMPORT_POLL = 0.05
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command: expected errors print one line on standard error and set the exit status."""
+    """Wrap a command: every failure prints one line on standard error and sets the exit status.
+
+    With the environment variable RELUFORMER_DEBUG set, failures keep their traceback.
+    """
 
     @functools.wraps(command)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
@@ -38,27 +43,54 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
                 result = command(*arguments, **options)
                 sys.stdout.flush()
             return result
-        except UserError as error:
-            _fail(str(error), MISTAKE)
-        except BrokenPipeError:
-            # The reader of our output has exited. Python must not fail when it flushes the rest.
-            _drop_output()
-            sys.exit(BROKEN_PIPE)
-        except OSError as error:
-            if error.filename is None:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                # The buffered rest of standard output cannot be written either.
-                _drop_output()
-                _fail(str(error.strerror), MISTAKE)
-            _fail(f"{error.filename} cannot be used: {error.strerror}", MISTAKE)
-        except KeyboardInterrupt:
-            _fail("interrupted", INTERRUPTED)
-        except Diverged as error:
-            _fail(str(error), DIVERGED)
-        raise AssertionError
+        # These end the process in their own way.
+        except (SystemExit, typer.Exit, typer.Abort):
+            raise
+        except BaseException as error:
+            if os.environ.get("RELUFORMER_DEBUG"):
+                raise
+            message, status = _describe_failure(error)
+        if status == BROKEN_PIPE:
+            sys.exit(status)
+        print(f"reluformer: {message}", file=sys.stderr, flush=True)
+        sys.exit(status)
 
     return run
+
+
+def _describe_failure(error: BaseException) -> tuple[str, int]:
+    """One sentence about a failure, and the exit status."""
+    if isinstance(error, UserError):
+        return str(error), MISTAKE
+    if isinstance(error, Diverged):
+        return str(error), DIVERGED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output has exited. Python must not fail when it flushes the rest.
+        _drop_output()
+        return "", BROKEN_PIPE
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be used: {error.strerror}", MISTAKE
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # The buffered rest of standard output cannot be written either.
+        _drop_output()
+        return str(error.strerror), MISTAKE
+    if _is_out_of_memory(error):
+        return "out of memory; a smaller model, batch or input needs less", FAILURE
+    reason = " ".join(str(error).split())[:300]
+    return (
+        f"unexpected {type(error).__name__}: {reason or 'no message'}; this is a bug, please "
+        "report it with the traceback that RELUFORMER_DEBUG=1 shows",
+        FAILURE,
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, numpy or torch could not allocate memory."""
+    texts = ("can't allocate memory", "not enough memory", "out of memory")
+    is_torch = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, MemoryError) or is_torch
 
 
 @contextmanager
@@ -107,11 +139,6 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _drop_output() -> None:
     """Redirect standard output to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(message: str, status: int) -> None:
-    print(f"reluformer: {message}", file=sys.stderr, flush=True)
-    sys.exit(status)
 
 
 def _log_to_stderr() -> None:

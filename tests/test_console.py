@@ -7,8 +7,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from reluformer import console
+from reluformer.errors import Diverged, UserError
 
 
 class Terminal(io.StringIO):
@@ -56,12 +58,39 @@ def test_a_bar_on_a_terminal_is_removed(
     assert "working" in terminal.getvalue() and "10/10" in terminal.getvalue()
 
 
-def test_unexpected_errors_keep_their_traceback() -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (RuntimeError("a\nbug"), 1, "unexpected RuntimeError: a bug; this is a bug"),
+        (RecursionError(), 1, "unexpected RecursionError: no message"),
+        (OverflowError("int too large"), 1, "unexpected OverflowError: int too large"),
+        (MemoryError(), 1, "out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "out of memory"),
+        (UserError("beam must be 1"), 2, "beam must be 1"),
+        (OSError(13, "Permission denied", "x"), 2, "x cannot be used: Permission denied"),
+        (Diverged(3, "NaN", {}), 3, "training diverged by step 3: NaN"),
+        (type("PanicException", (BaseException,), {})("in Rust"), 1, "unexpected PanicException"),
+    ],
+)
+def test_every_failure_is_one_line_and_a_status(
+    error: BaseException,
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @console.guarded
     def broken() -> None:
-        raise RuntimeError("a bug")
+        raise error
 
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(SystemExit) as caught:
+        broken()
+    assert caught.value.code == status
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"reluformer: {message}") and printed.count("\n") == 1
+    monkeypatch.setenv("RELUFORMER_DEBUG", "1")
+    with pytest.raises(type(error)):
         broken()
 
 

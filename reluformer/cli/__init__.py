@@ -2,8 +2,8 @@
 report, bench, info.
 
 Each command is a thin layer over a function of the package, which is imported when the command
-runs, so that `--help` and `--version` answer without loading torch. Exit statuses: 0 success, 2 a
-mistake of the user, 3 training diverged, 130 interrupted.
+runs, so that `--help` and `--version` answer without loading torch. Exit statuses: 0 success, 1 out
+of memory or a bug, 2 a mistake of the user, 3 training diverged, 130 interrupted.
 """
 
 from typing import Annotated

@@ -1,10 +1,14 @@
 """Reading of reference and hypothesis files, aligned sentence by sentence."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from reluformer.data.text import DOCUMENT, is_border, lines
 from reluformer.errors import UserError
+
+# Of one file. A small compressed file can expand to any size.
+_MOST_BYTES = 2**29
 
 Documents = list[list[str]]
 """Sentences by document; without documents, every sentence is a document of its own."""
@@ -29,7 +33,7 @@ def read_aligned(
     Raises:
         UserError: A file cannot be read, or its lines do not match those of the reference.
     """
-    reference_lines = list(lines(reference))
+    reference_lines = _read(Path(reference))
     borders = [is_border(line) for line in reference_lines]
     if all(borders):
         raise UserError(f"{reference} has no sentence")
@@ -45,7 +49,7 @@ def read_aligned(
 
 def _aligned(reference: Path, borders: list[bool], path: Path) -> list[str]:
     """Lines of `path` that translate the sentences of the reference."""
-    hypothesis = list(lines(path))
+    hypothesis = _read(path)
     count = borders.count(False)
     if len(hypothesis) == count and not any(line.strip() == DOCUMENT for line in hypothesis):
         return hypothesis
@@ -60,6 +64,18 @@ def _aligned(reference: Path, borders: list[bool], path: Path) -> list[str]:
         if not border and line.strip() == DOCUMENT:
             raise UserError(f"{path}, line {number} is {DOCUMENT} where {reference} has a sentence")
     return _sentences(hypothesis, borders)
+
+
+def _read(path: Path) -> list[str]:
+    """All lines of a text file, which may be compressed, within `_MOST_BYTES` of memory."""
+    result: list[str] = []
+    size = 0
+    for line in lines(path):
+        size += sys.getsizeof(line)
+        if size > _MOST_BYTES:
+            raise UserError(f"{path} needs more than {_MOST_BYTES // 2**20} MiB of memory")
+        result.append(line)
+    return result
 
 
 def _sentences(all_lines: list[str], borders: list[bool]) -> list[str]:

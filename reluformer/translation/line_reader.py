@@ -14,6 +14,8 @@ from reluformer.errors import UserError
 log = logging.getLogger("reluformer")
 
 _CHUNK = 2**20
+# A longer document has no end, and would fill the memory.
+_MOST_CHARACTERS = 2**26
 # Chunks read ahead of the translation.
 _QUEUED_CHUNKS = 4
 # Seconds that a pipe may be silent before the lines that have arrived are translated.
@@ -51,6 +53,7 @@ class LineReader:
 
     def _block(self, size: int, documents: bool) -> list[str]:
         block: list[str] = []
+        characters = 0
         while True:
             is_whole = not documents or (bool(block) and is_border(block[-1]))
             if block and is_whole and (len(block) >= size or not self._has_line(_PATIENCE)):
@@ -58,6 +61,12 @@ class LineReader:
             if not self._has_line(None):
                 return block
             block.append(self._decode(self._lines.popleft()))
+            characters = 0 if is_border(block[-1]) else characters + len(block[-1])
+            if documents and characters > _MOST_CHARACTERS:
+                raise UserError(
+                    f"{self.name}, line {self.number} is in a document of more than "
+                    f"{_MOST_CHARACTERS:,} characters; separate documents by <d> lines"
+                )
 
     def _has_line(self, patience: float | None) -> bool:
         """Whether a complete line has arrived, or arrives within `patience` seconds; None waits."""

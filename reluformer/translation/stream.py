@@ -1,15 +1,18 @@
 """Translation of streams of lines: files, or standard input as it arrives."""
 
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from reluformer.data.text import is_border, open_text
+from reluformer.data.text import DOCUMENT, is_border, open_text
 from reluformer.files import atomic_path
 from reluformer.translation.line_reader import LineReader
 from reluformer.translation.workers import Unit, Workers
+
+log = logging.getLogger("reluformer")
 
 # Lines translated at once, if as many have arrived: enough for batches of similar lengths.
 BLOCK = 256
@@ -61,9 +64,19 @@ def translate_stream(
     if workers.rank:
         workers.serve(work)
         return 0
+    has_warned = False
     with workers.leading():
         for block in reader.blocks(BLOCK * workers.world, documents=document):
             first = reader.number - len(block) + 1
+            if not document and not has_warned and DOCUMENT in block:
+                has_warned = True
+                log.warning(
+                    "%s, line %d is %s, which is translated as text: only document translation "
+                    "(--document) reads it as the start of a document",
+                    reader.name,
+                    first + block.index(DOCUMENT),
+                    DOCUMENT,
+                )
             for lines in workers.map(work, _units(block, first, document)):
                 out.write("".join(f"{line}\n" for line in lines).encode())
             out.flush()

@@ -86,7 +86,7 @@ class Translator:
         self.batch_tokens = default if batch_tokens is None else batch_tokens
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
-        self.on_batch: Callable[[int], None] = lambda texts: None
+        self.on_batch: Callable[[int], None] = _ignore
         """Called after each batch with the number of texts in it, for progress bars."""
         self._recorded: list[AttentionMaps] | None = None
 
@@ -206,7 +206,7 @@ class Translator:
                 "%d of %d line(s) have more than %d tokens and are translated in pieces; the first "
                 "is line %d",
                 len(segmented.long),
-                len(lines),
+                len(set(numbers)),
                 self.max_length - 1,
                 numbers[segmented.long[0]],
             )
@@ -308,3 +308,7 @@ class Translator:
             batch.append(index)
         if batch:
             yield batch
+
+
+def _ignore(texts: int) -> None:
+    """Default of `on_batch`; a lambda could not be pickled."""

@@ -1,5 +1,6 @@
 """Reading of references and hypotheses: alignment and its errors."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,13 @@ def test_files_that_do_not_align_are_refused(tmp_path: Path) -> None:
         read_aligned(write(tmp_path / "empty"), [])
     with pytest.raises(UserError, match="cannot be read"):
         read_aligned(reference, [tmp_path / "missing"])
+
+
+def test_a_file_that_expands_without_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reluformer.evaluation.aligned_files._MOST_BYTES", 2**20)
+    bomb = tmp_path / "bomb.gz"
+    bomb.write_bytes(gzip.compress(b"a b\n" * 10**6))
+    with pytest.raises(UserError, match="bomb.gz needs more than 1 MiB of memory"):
+        read_aligned(bomb, [])

@@ -105,3 +105,18 @@ def test_compressed_files(tmp_path: Path) -> None:
         list(LineReader(file, "text").blocks(9))
     with pytest.raises(UserError, match="cannot be read"):
         open_text(tmp_path / "none")
+
+
+def test_document_marks_without_documents_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert translate(b"a\n<d>\nb\n<d>\n") == b"A\n<D>\nB\n<D>\n"
+    assert len(caplog.records) == 1 and "input, line 2 is <d>" in caplog.text
+    caplog.clear()
+    translate(b"a\n<d>\nb\n", document=True)
+    assert not caplog.records
+
+
+def test_a_document_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reluformer.translation.line_reader._MOST_CHARACTERS", 100)
+    with pytest.raises(UserError, match="input, line 34 is in a document of more than 100 char"):
+        translate(b"abc\n" * 50, document=True)
+    assert translate(b"abc\n\n" * 50, document=True) == b"ABC\n\n" * 50

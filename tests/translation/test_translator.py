@@ -1,5 +1,7 @@
 """The translator: kinds of input, documents, long lines, attention maps, arbitrary text."""
 
+import io
+import pickle
 import random
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from reluformer.data.tokenizer import SEP, Tokenizer
 from reluformer.errors import UserError
 from reluformer.model import ModelConfig, ReLUFormer
+from reluformer.translation.line_reader import LineReader
 from reluformer.translation.search import Hypothesis, SearchConfig
+from reluformer.translation.stream import translate_stream
 from reluformer.translation.translator import Translator
 
 BYTES = Tokenizer.train(["the cat sat on the mat"], 265)
@@ -247,3 +251,17 @@ def test_files(shouting: Shouting, tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text(encoding="utf-8") == "THE CAT\n\n<d>\nTHE DOG\n"
     with pytest.raises(UserError, match="missing"):
         shouting.file(tmp_path / "missing", tmp_path / "target")
+
+
+def test_a_translator_can_be_pickled(tokenizer: Tokenizer) -> None:
+    translator = make(tokenizer)
+    copied = pickle.loads(pickle.dumps(translator))
+    assert copied("the cat") == translator("the cat")
+
+
+def test_the_warning_about_long_lines_counts_the_lines_of_the_input(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = LineReader(io.BytesIO(b"the cat sat on the mat " * 8 + b"\n"), "input")
+    translate_stream(make(tokenizer, max_length=16), source, io.BytesIO())
+    assert "1 of 1 line(s) have more than 15 tokens" in caplog.text
