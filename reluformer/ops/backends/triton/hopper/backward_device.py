@@ -89,6 +89,7 @@ def query_tile_range(base, key, end, sizes, ROWS: gl.constexpr, CONFIG: gl.const
     query tile only.
     """
     high = (sizes.n_q + CONFIG.COLS - 1) // CONFIG.COLS
+    # Zeros of the type of `key`, so that both branches of a condition agree.
     low = key * 0
     unmasked = key * 0
     if CONFIG.CAUSAL:
@@ -110,6 +111,7 @@ def allocate_barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
     for i in gl.static_range(COUNT):
+        # The producer arrives once and announces the bytes; TMA completes the phase.
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return full, empty
@@ -135,8 +137,10 @@ def backward_producer(
     ring = Ring(0, 1)
     for step in range(0, steps + 1):
         batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
+        # First resident row of the CTA: a key of dK/dV, a query of dQ.
         row = tile * (CONSUMERS * CONFIG.ROWS)
         end = key_end(lengths, batch, sizes.n_k)
+        # Range [low, high) of streamed tiles that either consumer needs.
         low = row * 0
         if IS_DKV:
             low, high, _ = query_tile_range(row, row, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
@@ -188,7 +192,7 @@ def resident_tile(bufs, consumer, IN_REGISTERS: gl.constexpr, CONFIG: gl.constex
     layout: gl.constexpr = gl.DotOperandLayout(
         0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16]), 2
     )
-    tile = bufs.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+    tile = bufs.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])  # [ROWS, D]
     if IN_REGISTERS:
         tile = tile.load(layout)
     return tile
@@ -197,7 +201,7 @@ def resident_tile(bufs, consumer, IN_REGISTERS: gl.constexpr, CONFIG: gl.constex
 @gluon.jit
 def streamed_tile(bufs, stage, CONFIG: gl.constexpr):
     """A streamed tile [COLS, D] in shared memory."""
-    return bufs.index(stage).reshape([CONFIG.COLS, CONFIG.D])
+    return bufs.index(stage).reshape([CONFIG.COLS, CONFIG.D])  # [COLS, D]
 
 
 @gluon.jit
@@ -226,7 +230,9 @@ def gradient_factors(end, gamma, head, scalars, CONFIG: gl.constexpr):
         factor = scalars.unit * gl.exp2(exponent * gl.log2(gl.maximum(n, 1.0) * 0.5))
         if gamma is not None:
             factor = factor / gl.load(gamma + head).to(gl.float32)
+        # A row that sees no key has no weights.
         factor = gl.where(n > 0, factor, 0.0)
+    # d(x^p) = p x^(p-1) dx; the kernels compute x^(p-1) without the factor p.
     slope = factor * CONFIG.POWER
     if CONFIG.SCALE_SCORES:
         slope = slope * scalars.scale

@@ -61,6 +61,7 @@ def tile_coordinates(step, sizes, PAIRED: gl.constexpr):
     if PAIRED:
         item = gl.minimum(gl.program_id(0) + step // 2 * programs, sizes.items - 1)
         pairs = (sizes.tiles + 1) // 2
+        # Heads are numbered through the batch: b * heads + h.
         batch_head = item // pairs
         short = item % pairs
         # A tile from the end of the sequence, then one from its start.
@@ -77,6 +78,7 @@ def key_end(lengths, batch, n_k):
     """Number of keys that exist in a sequence of the batch."""
     end = n_k
     if lengths is not None:
+        # Lengths outside [0, n_k] are clamped, as in the portable kernels.
         end = gl.minimum(gl.maximum(gl.load(lengths + batch).to(gl.int32), 0), n_k)
     return end
 
@@ -95,6 +97,7 @@ def key_tile_counts(
         # The last row sees the most keys, the first row the fewest.
         high = gl.minimum(high, gl.maximum(gl.minimum(row + ROWS, n_q) + offset, 0))
         unmasked = gl.minimum(unmasked, gl.maximum(row + offset + 1, 0) // KEYS)
+    # A tile of rows past the end sees no key, but its loop still runs once.
     count = gl.where(row < n_q, (high + KEYS - 1) // KEYS, 0)
     return gl.maximum(count, 1), gl.minimum(unmasked, count)
 
@@ -137,11 +140,12 @@ def zero_padding(tile, buffer, col, end, KEYS: gl.constexpr, D: gl.constexpr):
     Padding may hold NaN, and 0 * NaN is NaN. `col` is the first key of the tile.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    keys = col + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    keys = col + gl.arange(0, KEYS, gl.SliceLayout(1, layout))  # [KEYS]
     x = tile.load(layout)  # [KEYS, D]
     zeros = gl.zeros([KEYS, D], x.dtype, layout)
     copy = buffer.slice(0, KEYS, dim=0)
     copy.store(gl.where((keys < end)[:, None], x, zeros))
+    # The tensor cores read the copy through the async proxy.
     fence_async_shared()
     gl.thread_barrier()
     return copy
@@ -153,7 +157,7 @@ def store_tile(x, target, buffer, batch, head, row):
     # The previous store must have read the buffer. Only thread 0 can wait for it.
     tma.store_wait(0)
     gl.thread_barrier()
-    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(gl.bfloat16))
+    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(gl.bfloat16))  # [ROWS, D]
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(target, [batch, head, row, 0], buffer)
@@ -185,7 +189,7 @@ def shift_scores(s, threshold, scale, CONFIG: gl.constexpr):
 def mask_keys(x, bounds, col, CAUSAL: gl.constexpr):
     """x [queries, keys from `col` on], or 0 where the key does not exist or is not visible."""
     layout: gl.constexpr = x.type.layout
-    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))  # [COLS]
     visible = (cols < bounds.end)[None, :]  # [1, COLS]
     if CAUSAL:
         rows = bounds.row + bounds.offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
@@ -198,4 +202,5 @@ def split_columns(x):
     """(left, right) half of the columns of x [ROWS, COLS]; each [ROWS, COLS / 2]."""
     ROWS: gl.constexpr = x.shape[0]
     COLS: gl.constexpr = x.shape[1]
+    # Triton splits along the last dimension, so the halves are moved there.
     return gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLS // 2]), (0, 2, 1)))

@@ -94,6 +94,7 @@ def locate_tile(step, sizes, lengths, work, PAIRED: gl.constexpr):
             tile = gl.where(step % 2 == 0, 2 * count - 1 - tile, tile)
         first_q = gl.load(entry + 2)
         first_k = gl.load(entry + 3)
+        # Lengths of this sequence; `sizes` holds the longest ones.
         n_q = gl.load(entry + 4)
         n_k = gl.load(entry + 5)
     end = key_end(lengths, batch, n_k)
@@ -113,6 +114,7 @@ def allocate_shared(q, k, v, out, Q_TILES: gl.constexpr, CONFIG: gl.constexpr):
     v_bufs = gl.allocate_shared_memory(
         q.dtype, [CONFIG.STAGES, 1, 1, CONFIG.KEYS, CONFIG.D], v.layout
     )
+    # One pair of barriers per buffer.
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], bar_layout)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_TILES, 1], bar_layout)
@@ -126,6 +128,7 @@ def allocate_shared(q, k, v, out, Q_TILES: gl.constexpr, CONFIG: gl.constexpr):
     for i in gl.static_range(CONFIG.STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+        # Both consumers read each K and V tile.
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     return ForwardShared(
@@ -151,6 +154,7 @@ def forward_producer(
         work_tile = locate_tile(step, sizes, lengths, work, CONFIG.CAUSAL)
         batch, head, tile, first_q, first_k, n_q, n_k, end = work_tile
         row = tile * (CONSUMERS * CONFIG.ROWS)
+        # Key tiles that the rows of either consumer see.
         count, _ = key_tile_counts(
             row, n_q, n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
@@ -217,6 +221,7 @@ def row_factor(row, work_tile, scalars, gamma, CONFIG: gl.constexpr):
     if not CONFIG.CAUSAL:
         visible = visible * 0 + n_k
     n = gl.minimum(gl.maximum(visible, 0), work_tile.end).to(gl.float32)  # [ROWS]
+    # (n / 2)^-exponent as a power of 2; n = 1 keeps the logarithm finite.
     exponent = -scalars.length_exponent
     factor = scalars.unit * gl.exp2(exponent * gl.log2(gl.maximum(n, 1.0) * 0.5))
     if gamma is not None:
@@ -232,5 +237,6 @@ def store_rows(x, out, strides, work_tile, row):
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     # [ROWS, D]
     places = (work_tile.first_q + rows).to(gl.int64)[:, None] * strides[1] + cols[None, :]
+    # Offsets can exceed 2^31 elements.
     first = out + work_tile.head.to(gl.int64) * strides[0]
     gl.store(first + places, x, mask=(rows < work_tile.n_q)[:, None])

@@ -112,7 +112,8 @@ def test_any_shape_and_rule(
 def test_decodes_a_long_cache(rows: int, width: int, laid: str, threads: None) -> None:
     case = Case(
         "", batch=2, queries=rows, keys=2311, width=width, value_width=width, causal=True,
-        key_lengths=(2311, 1700), threshold=(0.3, -0.1), gamma=True, statistics=1, row_normalise=0.2,
+        key_lengths=(2311, 1700), threshold=(0.3, -0.1), gamma=True, statistics=1,
+        row_normalise=0.2,
     )  # fmt: skip
     # Without AMX too: a few rows need nothing of it.
     for dtype, bound in BOUNDS.items():

@@ -89,7 +89,8 @@ def test_many_may_build_at_once(
     home: Path, kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler(home, f"sleep 0.5; cp {kernels.file} $OUT"))
-    code = "from reluformer.ops.backends.cpu.native import available, build; build(); print(available())"
+    module = "reluformer.ops.backends.cpu.native"
+    code = f"from {module} import available, build; build(); print(available())"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)
     ]
