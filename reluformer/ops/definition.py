@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -38,19 +38,19 @@ class Attention:
     learned: Mapping[str, LearnedShape] = field(default_factory=dict)
     """Options that a model learns: one value per head, per output feature, two, or per token."""
 
-    @cached_property
-    def options(self) -> frozenset[str]:
-        """Names of the keyword options this attention takes beyond the shared ones."""
-        return frozenset(self.defaults)
+    # Plain attributes: torch.compile cannot trace the first access to a cached property.
+    defaults: dict[str, Any] = field(init=False, repr=False, compare=False)
+    """Default values of the options."""
+    options: frozenset[str] = field(init=False, repr=False, compare=False)
+    """Names of the keyword options this attention takes beyond the shared ones."""
 
-    @cached_property
-    def defaults(self) -> dict[str, Any]:
-        """Default values of the options."""
+    def __post_init__(self) -> None:
         defaults: dict[str, Any] = {}
         for function in (self.weigh, self.rule, self.output_transform):
             defaults |= {} if function is None else _keywords(function)
         defaults.pop("second", None)
-        return defaults
+        object.__setattr__(self, "defaults", defaults)
+        object.__setattr__(self, "options", frozenset(defaults))
 
     @property
     def regularisable(self) -> bool:

@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced, needs_grad
+from reluformer.ops.backends.torch_state import (
+    autocast_dtype,
+    in_transform,
+    is_untraced,
+    needs_grad,
+)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -24,7 +28,7 @@ def is_faster(x: Tensor) -> bool:
     False inside transforms of `torch.func` and under forward-mode differentiation, which support
     plain operations only.
     """
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if in_transform():
         return False
     return _product_dtype(x) in _HALF and _on_gpu(x)
 

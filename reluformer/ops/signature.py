@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 
 # A tensor itself would be hashed by identity.
-_KIND = attrgetter("shape", "dtype", "device", "layout")
+_KIND = attrgetter("__class__", "shape", "dtype", "device", "layout")
 _DENSE = torch.strided
 
 CHOICES: dict[Hashable, Choice] = {}

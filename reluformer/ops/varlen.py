@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reluformer.errors import UserError
 from reluformer.ops.api import attend, scale_or_default
-from reluformer.ops.backends import fused
+from reluformer.ops.backends import fused, registry
 from reluformer.ops.backends.triton import op as triton
 from reluformer.ops.call import AttentionResult, Call, Packing
 from reluformer.ops.checks import INTS, check_attention
@@ -196,7 +196,7 @@ def _use_triton(call: Call, options: Mapping[str, Any], impl: str) -> bool:
         return False
     rule = ATTENTIONS["relu"].rectified(options)
     assert rule is not None
-    reason = triton.why_not(call, rule)
+    reason = registry.why_not(registry.BACKENDS["triton"], ATTENTIONS["relu"], call, rule)
     if impl == "triton" and reason is not None:
         raise UserError(f"impl='triton' cannot run this relu_attention_varlen: {reason}")
     return reason is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reluformer.ops.call import AttentionResult, Call
+from reluformer.ops.call import AttentionResult, Call, KernelResult
 from reluformer.ops.definition import Attention
 from reluformer.ops.memory import Scores, Weigh, hide, read
 from reluformer.ops.rule import Rectified
@@ -30,21 +30,43 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
         return _run(attention, call, options)
 
 
-def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
+def rectified(call: Call, rule: Rectified, kept: Tensor | None = None) -> KernelResult:
+    """The result of a fused kernel in plain operations, which any transform differentiates.
+
+    kept is the dropout mask divided by 1 - p, [B, H, Tq, Tk]; without it there is no dropout.
+    """
+    with _no_autocast(call.q.device):
+        q, k, v = _each_head(call)
+        visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
+        scores = score(call, q, k, visible)
+        weights = hide(rule(scores), visible)
+        unnormalised = _unnormalised(scores, rule)
+        summed = weights if unnormalised is None else unnormalised
+        output = (weights if kept is None else weights * kept) @ v
+        return KernelResult(output.to(call.q.dtype), summed.sum(dim=-1), sum_of_w_log_w(summed))
+
+
+def _each_head(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in at least float32, with one key and value head for each query head."""
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     q, k, v = (tensor.to(dtype) for tensor in (call.q, call.k, call.v))
     # Query heads h of one group share a key/value head: [B, Hkv, ...] becomes [B, H, ...].
     if call.groups > 1:
         k, v = (tensor.repeat_interleave(call.groups, dim=1) for tensor in (k, v))
+    return q, k, v
+
+
+def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
+    q, k, v = _each_head(call)
     visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
     if attention.halves:
         first, second = (
-            score(attention, call, half_q, half_k, visible)
+            score(call, half_q, half_k, visible, cosine=attention.cosine)
             for half_q, half_k in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
         )
         weigh = attention.weigh_with({**options, "second": second})
     else:
-        first = score(attention, call, q, k, visible)
+        first = score(call, q, k, visible, cosine=attention.cosine)
         weigh = attention.weigh_with(options)
     output, weights = read(first, v, weigh, call.dropout_p)
     output = attention.transform_output(output, options)
@@ -75,9 +97,11 @@ def _sums(weights: Tensor, call: Call) -> RowSums:
     return row_sums(row_sum, log_sum, n, call.entropy_every)
 
 
-def score(attention: Attention, call: Call, q: Tensor, k: Tensor, visible: Tensor | None) -> Scores:
+def score(
+    call: Call, q: Tensor, k: Tensor, visible: Tensor | None, *, cosine: bool = False
+) -> Scores:
     """Scores [B, H, Tq, Tk] of q [B, H, Tq, D] and k [B, H, Tk, D], zero where hidden."""
-    if attention.cosine:
+    if cosine:
         q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
     values = (q * call.scale) @ k.transpose(-2, -1)
     if call.bias is not None:

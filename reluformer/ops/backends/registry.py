@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
 from reluformer.errors import UserError
 from reluformer.ops.backends import reference, sdpa
 from reluformer.ops.backends.cpu import op as cpu
+from reluformer.ops.backends.torch_state import in_transform, intercepts_operators
 from reluformer.ops.backends.triton import op as triton
 from reluformer.ops.call import AttentionResult, Call, KernelResult
 from reluformer.ops.definition import Attention
+from reluformer.ops.gate import named_tensors
 from reluformer.ops.rule import Rectified
 
 
@@ -67,7 +72,23 @@ def why_not(
         return "fused kernels take no score bias"
     if rule.negative_slope != 0:
         return f"fused kernels take no negative slope, got {rule.negative_slope}"
+    if in_transform():
+        return "fused kernels run neither in torch.func transforms nor in forward-mode AD"
+    subclass = _foreign_subclass(call, rule)
+    if subclass is not None:
+        return f"fused kernels take no {subclass} next to a plain q"
     return backend.why_not(call, rule)
+
+
+def _foreign_subclass(call: Call, rule: Rectified) -> str | None:
+    """Name of a tensor subclass that replaces operators, in a call whose q does not."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or intercepts_operators(call.q):
+        return None
+    learned = {"gamma": rule.gamma, "threshold": rule.threshold}
+    for _, tensor in named_tensors(call, learned):
+        if intercepts_operators(tensor):
+            return type(tensor).__name__
+    return None
 
 
 def choose(attention: Attention, call: Call, rule: Rectified | None, impl: str) -> str:
@@ -75,6 +96,9 @@ def choose(attention: Attention, call: Call, rule: Rectified | None, impl: str) 
 
     rule is `attention.rectified(options)`.
     """
+    if impl == "auto" and in_transform():
+        # Transforms support plain operations only.
+        impl = "reference"
     if impl == "auto":
         device = call.q.device.type
         for name, backend in BACKENDS.items():

@@ -5,9 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from reluformer.errors import UserError
+from reluformer.ops.backends import reference
+from reluformer.ops.backends.torch_state import is_untraced, needs_grad
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 
@@ -29,7 +33,66 @@ def why_not(attention: Attention, call: Call) -> str | None:
 
 
 def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
-    """`torch.nn.functional.scaled_dot_product_attention` with our masks and empty rows."""
+    """`torch.nn.functional.scaled_dot_product_attention` with our masks and empty rows.
+
+    Gradients can be differentiated again: then they are recomputed by the reference.
+    """
+    if not (is_untraced(call.q) and needs_grad(call.q, call.k, call.v, call.bias)):
+        return _run(call)
+    branch = _Branch(attention, call, options)
+    q, k, v, bias = _Inputs.apply(branch, call.q, call.k, call.v, call.bias)  # type: ignore[no-untyped-call]
+    result = _run(call._replace(q=q, k=k, v=v, bias=bias))
+    result.output.register_hook(branch.save_gradient)
+    return result
+
+
+class _Branch:
+    """A call without its tensors and, while gradients are differentiated again, the output's."""
+
+    def __init__(self, attention: Attention, call: Call, options: Mapping[str, Any]) -> None:
+        self.attention, self.options = attention, options
+        self.visibility, self.scale, self.dropout_p = call.visibility, call.scale, call.dropout_p
+        self.gradient: Tensor | None = None
+
+    def save_gradient(self, gradient: Tensor) -> None:
+        """Hook of the output."""
+        if torch.is_grad_enabled():
+            self.gradient = gradient
+
+    def recompute(self, *saved: Any) -> tuple[Tensor | None, ...]:
+        """Differentiable gradients of q, k, v and bias."""
+        if self.dropout_p > 0:
+            raise UserError(
+                "second derivatives of softmax attention with dropout need impl='reference'"
+            )
+        # A gradient must not flow from one input to another that it was computed from.
+        inputs = [t if t is None else t.view_as(t) for t in saved]
+        q, k, v, bias = inputs
+        call = Call(q, k, v, self.visibility, self.scale, bias)
+        output = reference.run(self.attention, call, self.options).output
+        wanted = [t for t in inputs if t is not None and t.requires_grad]
+        gradients = iter(torch.autograd.grad(output, wanted, self.gradient, create_graph=True))
+        return tuple(next(gradients) if t is not None and t.requires_grad else None for t in inputs)
+
+
+class _Inputs(torch.autograd.Function):
+    """q, k, v and bias as they are; their gradients, if differentiated again, are recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, branch: _Branch, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.branch = branch
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return tuple(t if t is None else t.view_as(t) for t in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and ctx.branch.gradient is not None:
+            return None, *ctx.branch.recompute(*ctx.saved_tensors)
+        return None, *grads
+
+
+def _run(call: Call) -> AttentionResult:
     rows, keys = call.q.shape[2], call.k.shape[2]
     rules = call.visibility
     # torch aligns `is_causal` to the start, this library to the end: equal for square maps only.

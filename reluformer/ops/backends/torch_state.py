@@ -2,17 +2,32 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_untraced(tensor: Tensor) -> bool:
-    """Whether no compiler, tensor subclass, dispatch mode or functorch transform is active."""
+    """Whether no compiler, tensor subclass, dispatch mode or transform is active."""
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not Tensor
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is active.
+
+    They support plain operations only.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def intercepts_operators(tensor: Tensor) -> bool:
+    """Whether the tensor is of a subclass whose `__torch_dispatch__` replaces operators."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def needs_grad(*values: object) -> bool:

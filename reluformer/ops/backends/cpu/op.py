@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reluformer.ops.backends import recompute
 from reluformer.ops.backends.cpu import tables, tiles
 from reluformer.ops.backends.cpu.native import calls as native
 from reluformer.ops.backends.cpu.plan import Plan, make_plan, normalised_factor, sum_dtype
@@ -85,11 +86,13 @@ class _Attention(torch.autograd.Function):
         return output, row_sum, log_sum
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_log: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         q, k, v, gamma, threshold, x, kept, *results = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # These gradients will be differentiated again.
+            return None, *_recompute(ctx, (grad, grad_sum, grad_log))
         output, sums, logs = results or (None, None, None)
         plan, factor, exact = ctx.plan, ctx.factor, sum_dtype(q)
         if grad is None:
@@ -116,6 +119,21 @@ class _Attention(torch.autograd.Function):
             assert d_offset is not None
             d_threshold = (-d_offset.sum(0) / plan.scale).to(threshold.dtype)
         return None, dq, dk, dv, d_gamma, d_threshold
+
+
+def _recompute(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, gamma and threshold from plain operations."""
+    q, k, v, gamma, threshold, _, kept, *_ = ctx.saved_tensors
+    plan: Plan = ctx.plan
+    call = Call(q, k, v, plan.visibility, plan.scale * plan.unit)
+    rule = Rectified(
+        plan.gamma if gamma is None else gamma, plan.length_exponent, plan.power,
+        plan.threshold if threshold is None else threshold,
+        row_normalise=plan.row_normalise or None,
+    )  # fmt: skip
+    if kept is not None:
+        kept = kept.view(*q.shape[:3], plan.keys)
+    return recompute.gradients(call, rule, grads, kept)
 
 
 _apply: Any = super(torch.autograd.Function, _Attention).apply

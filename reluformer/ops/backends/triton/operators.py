@@ -14,11 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reluformer.errors import UserError
+from reluformer.ops.backends import recompute
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
 from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.backends.triton.layout import empty_heads, last_contiguous, row_values
 from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
 from reluformer.ops.backends.triton.problem import Problem, Settings
+from reluformer.ops.call import Call
+from reluformer.ops.rule import Rectified
+from reluformer.ops.visibility import Visibility
 
 # The fields of a `Problem`, in the order of `flatten`.
 _PROBLEM = (
@@ -122,7 +127,6 @@ class RectifiedAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return _backward(ctx, *grads)
 
@@ -157,6 +161,10 @@ def _backward(
     *inputs, out, row_sum, log_sum, count = ctx.saved_tensors
     problem, _ = unflatten((*inputs, *ctx.settings))
     q, _, v, optional, settings = problem
+    if torch.is_grad_enabled():
+        # These gradients will be differentiated again.
+        others = [None] * (len(ctx.needs_input_grad) - 5)
+        return *_recompute(problem, (grad_out, *_row_gradients(grad_sum, grad_log))), *others
     needs_gamma, needs_shift = ctx.needs_input_grad[3:5]
     if grad_out is None:
         grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -188,6 +196,26 @@ def _backward(
         d_threshold = -shift.to(optional.threshold.dtype)
     others = [None] * (len(ctx.needs_input_grad) - 5)
     return dq, dk, dv, d_gamma, d_threshold, *others
+
+
+def _recompute(problem: Problem, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, gamma and threshold from plain operations."""
+    q, k, v, optional, settings = problem
+    if problem.is_packed or settings.dropout_p > 0:
+        raise UserError(
+            "second derivatives with dropout or packed sequences need impl='reference', "
+            "got impl='triton'"
+        )
+    mask = None if optional.mask is None else optional.mask.bool()
+    visibility = Visibility(mask, settings.causal, optional.key_lengths, settings.window or None)
+    rule = Rectified(
+        settings.gamma_value if optional.gamma is None else optional.gamma,
+        settings.length_exponent,
+        settings.power,
+        settings.threshold_value if optional.threshold is None else optional.threshold,
+        row_normalise=settings.row_normalise or None,
+    )
+    return recompute.gradients(Call(q, k, v, visibility, settings.scale), rule, grads)
 
 
 def _row_gradients(
