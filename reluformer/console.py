@@ -52,10 +52,15 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             message, status = _describe_failure(error)
         if status == BROKEN_PIPE:
             sys.exit(status)
-        print(f"reluformer: {message}", file=sys.stderr, flush=True)
+        print(f"reluformer: {_printable(message)}", file=sys.stderr, flush=True)
         sys.exit(status)
 
     return run
+
+
+def _printable(text: str) -> str:
+    """One line with control characters escaped: messages may quote files and arguments."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _describe_failure(error: BaseException) -> tuple[str, int]:

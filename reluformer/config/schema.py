@@ -180,7 +180,9 @@ def _unknown(path: str, key: str, known: list[str]) -> str:
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    """Dotted path of a field; a name from a file is shortened, and escaped for the terminal."""
+    shown = name if name.isprintable() and len(name) <= 80 else _SHORT.repr(name)
+    return f"{path}.{shown}" if path else shown
 
 
 def _show(value: Any) -> str:

@@ -91,7 +91,8 @@ def _parse(text: str, name: str) -> tuple[yaml.Node | None, Any]:
         TypeError,
         ValueError,
     ) as error:
-        raise UserError(f"{name} is not valid YAML: {error}") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name} is not valid YAML: {reason}") from None
 
 
 def _expanded_size(root: yaml.Node) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from reluformer import checkpoint
 from reluformer.errors import UserError
+from reluformer.reading import JSON_LIMIT, LOG_LIMIT, parse_json, read_json_object, read_text
 from reluformer.report.curves import run_plots
 from reluformer.study.cells import Outcome
 from reluformer.study.definition import Results, Study
@@ -89,12 +90,12 @@ def _section(path: Path, record: StudyRecord) -> StudySection:
 
 def _run(folder: Path) -> RunSection:
     metrics = folder / run_dir.METRICS
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
-    curve = [json.loads(line) for line in lines]
+    lines = read_text(metrics, LOG_LIMIT).splitlines() if metrics.is_file() else []
+    curve = [parse_json(line, metrics) for line in lines]
     described = folder / run_dir.RUN
     values: dict[str, Any] = {}
     if described.is_file():
-        values = json.loads(described.read_text(encoding="utf-8"))
+        values = read_json_object(described, JSON_LIMIT)
     facts = [("folder", str(folder)), ("recipe", str(values.get("recipe", "unknown")))]
     starts = values.get("starts", [])
     if starts:

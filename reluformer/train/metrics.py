@@ -8,6 +8,7 @@ from typing import Any
 
 from reluformer.errors import UserError
 from reluformer.files import write_text
+from reluformer.reading import LOG_LIMIT, read_text
 
 
 class Metrics:
@@ -47,13 +48,13 @@ class Metrics:
 
 def _lines_until(path: Path, step: int) -> list[str]:
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in read_text(path, LOG_LIMIT).splitlines(keepends=True):
         try:
-            record = json.loads(line)
-        except ValueError:
+            recorded = int(json.loads(line)["step"])
+        except (ValueError, LookupError, TypeError, RecursionError):
             # A killed run may leave an incomplete last line.
             break
-        if record["step"] > step or not line.endswith("\n"):
+        if recorded > step or not line.endswith("\n"):
             break
         kept.append(line)
     return kept
