@@ -120,6 +120,7 @@ def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
     detail = {**_described(job), "curve": curve}
     values = _training_values(curve)
     run = load_run(job.folder)
+    values["parameters"] = sum(parameter.numel() for parameter in run.model.parameters())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = {name: t.to(device) for name, t in dev_batch(run, job.budget.inspected).items()}
     inspection = inspect_model(run.model.to(device), batch)

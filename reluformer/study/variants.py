@@ -50,6 +50,8 @@ ATTENTION_SETTINGS: dict[str, dict[str, Any]] = {
     "sparsemax": {"model.attention.kind": "sparsemax"},
     "entmax15": {"model.attention.kind": "entmax15"},
     "sigmoid": {"model.attention.kind": "sigmoid"},
+    "softmax+norm": {"model.attention.kind": "softmax", "model.attention.output_norm": True},
+    "softmax+gate": {"model.attention.kind": "gated"},
 }
 """Settings of each attention; `default` is what the recipe says."""
 
@@ -66,6 +68,8 @@ ATTENTION_NOTES = {
     "sparsemax": "sparsemax",
     "entmax15": "1.5-entmax",
     "sigmoid": "sigmoid(s - ln n)",
+    "softmax+norm": "control: softmax with an RMSNorm on the output, as ReLA has",
+    "softmax+gate": "control: softmax with a gate on the output",
 }
 
 MEMORIES = ("relu", "softmax", "softmax_ln")

@@ -24,6 +24,7 @@ from reluformer.study.variants import (
 
 _TUNED = ("softmax", "default", "paper")
 _SEEDED = (*_TUNED, "rela")
+_CONTROLS = ("softmax+norm", "softmax+gate")
 
 
 def _plan(plan: Plan) -> list[Cell]:
@@ -110,6 +111,7 @@ def _conclude(results: Results) -> Findings:
         "zeros": ("zeros_cross", percent),
         "dead rows": ("dead_rows_cross", percent),
         "tokens/s": ("tokens_per_second", thousands),
+        "parameters": ("parameters", thousands),
     }
     by = ("attention", "rate")
     tables = [
@@ -137,6 +139,7 @@ STUDY = Study(
     tuple(
         Requirement({"attention": attention}, 3 if attention in _SEEDED else 1)
         for attention in ATTENTION_SETTINGS
+        if attention not in _CONTROLS
     ),
     mapped=({"attention": "softmax"}, {"attention": "default"}),
     notes="The rate of softmax, the default and the paper's form is tuned; the others train at the "
