@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from reluformer.config.yaml_lines import read_yaml
+import yaml
+
 from reluformer.errors import UserError
 from reluformer.study.catalogue import (
     attention,
@@ -45,7 +46,7 @@ def study_from_file(path: Path) -> Study:
     The file has `recipe`, `common` (settings of all runs) and `runs` (settings by name). A run
     whose `train.start_from` ends in the name of another run starts from that run.
     """
-    values = read_yaml(path).values
+    values = _read(path)
     for name in ("recipe", "runs"):
         if name not in values:
             raise UserError(f"{path} has no field {name!r}")
@@ -59,6 +60,17 @@ def study_from_file(path: Path) -> Study:
         _conclude,
         Contrast(("run",), {"run": cells[0].labels["run"]}),
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A YAML mapping, in which runs may override the fields that they merge (`<<`)."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold fields, got {type(values).__name__}")
+    return values
 
 
 def _cell(study: str, name: str, values: dict[str, Any]) -> Cell:

@@ -20,6 +20,8 @@ from reluformer.model.records import ForwardOptions
 SYMBOLS = 12
 _DIMENSIONS = 6
 _BATCH = 32
+# Least vocabulary of a model; tasks do not use it.
+_VOCABULARY = 4
 
 
 class TaskBatch(NamedTuple):
@@ -151,7 +153,7 @@ def train_task(kind: str, task: str, *, steps: int, width: int, length: int, see
     classes = example.targets.dtype == torch.long
     outputs = SYMBOLS if classes else example.targets.shape[-1]
     config = ModelConfig(
-        1, width, 4, decoder_layers=2, slots=2 * width, dropout=0.0,
+        _VOCABULARY, width, 4, decoder_layers=2, slots=2 * width, dropout=0.0,
         attention=AttentionConfig(kind=kind),
     )  # fmt: skip
     model = TaskModel(config, example.inputs.shape[-1], outputs)
