@@ -286,6 +286,16 @@ def log2_positive(x, PTX: tl.constexpr):
 
 
 @triton.jit
+def with_scalar(mask, condition):
+    """`mask` where the scalar `condition` holds, else false everywhere.
+
+    Triton's interpreter broadcasts a scalar comparison as int32, which its loads and stores refuse
+    as a mask since 3.9. The comparison makes it int1 again; the compiler removes it.
+    """
+    return (mask & condition) != 0
+
+
+@triton.jit
 def entropy_wanted(row, h, b, CONFIG: tl.constexpr):
     """Whether the tile that begins at `row` has sums of w log w: `stats.sampled_rows`.
 

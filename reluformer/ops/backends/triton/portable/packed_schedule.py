@@ -8,6 +8,8 @@ would get twice the work of others.
 import triton
 import triton.language as tl
 
+from reluformer.ops.backends.triton.portable.device import with_scalar
+
 # Values of an item, all about its sequence: index of its first item, number of items, first query
 # row, first key row, number of queries, number of keys.
 FIELDS = tl.constexpr(6)
@@ -52,7 +54,7 @@ def schedule_kernel(
     if unit == 0:
         tl.store(work, total)
     # An empty list begins with an item of no rows: consumers load an item before they compare.
-    selected = (unit < count) | ((total == 0) & (b == 0))
+    selected = (unit < count) | with_scalar(b == 0, total == 0)
     item = work + 1 + (start + unit) * FIELDS
     tl.store(item, start, mask=selected)
     tl.store(item + 1, tl.maximum(count, 1), mask=selected)

@@ -15,6 +15,7 @@ from reluformer.ops.backends.triton.portable.device import (
     row_places,
     store_tile,
     visible_count,
+    with_scalar,
 )
 
 
@@ -50,7 +51,8 @@ def row_terms(
         constant = tl.load(values.grad_sum + places, mask=rows < seq.n_q, other=0.0)
     if SUM_GRADS == 2:
         # d(w log w) = (log w + 1) dw with log w = log C_i + p log x.
-        e = tl.load(values.grad_log + places, mask=(rows < seq.n_q) & wanted, other=0.0)
+        sampled = with_scalar(rows < seq.n_q, wanted)
+        e = tl.load(values.grad_log + places, mask=sampled, other=0.0)
         constant += e * (1.0 + LN2 * tl.log2(tl.where(factor > 0, factor, 1.0)))
         slope = e * (CONFIG.POWER * LN2)
     if CONFIG.ROW_NORMALISE:
