@@ -15,11 +15,10 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from reluformer.ops.backends.triton import versions
 from reluformer.ops.backends.triton.descriptors import View
 from reluformer.ops.backends.triton.problem import NO_INPUTS
 
-# The versions of Triton whose launcher this module was written for.
-_IS_KNOWN_TRITON = triton.__version__.startswith("3.6.")
 # Tensor maps to remember; each takes about half a kilobyte.
 _MAP_LIMIT = 8192
 
@@ -122,12 +121,14 @@ def _encode(key: tuple[int, int], slot: _Slot, tensor: Tensor) -> list[Any]:
 def direct_launch(compiled: Any, views: Sequence[View]) -> DirectLaunch | None:
     """The direct launch of a kernel that Triton has compiled and launched, or None.
 
-    None if Triton is another version, if the kernel needs scratch memory, or if its descriptors
-    are not tensor maps.
+    None if the launcher of this Triton version is not known, if the kernel needs scratch memory,
+    or if its descriptors are not tensor maps.
     """
+    if not versions.has_known_launcher():
+        return None
     launcher = compiled.run
     metadata = getattr(compiled.metadata, "tensordesc_meta", None) or []
-    if not _IS_KNOWN_TRITON or compiled.metadata.target.backend != "cuda":
+    if compiled.metadata.target.backend != "cuda":
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None

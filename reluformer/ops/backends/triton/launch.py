@@ -99,7 +99,8 @@ class Launch:
         compiled = self.kernel[(self.programs,)](*args, **self.options)
         if compiled is not None and self.direct is None:
             self.direct = direct_launch(compiled, self.views)
-            self._constants = (*self.scalars, *_constants(self.kernel, args, self.options))
+            if self.direct is not None:
+                self._constants = (*self.scalars, *_constants(self.kernel, args, self.options))
 
     def describe(self, tensor: Tensor, view: View) -> Any:
         """The descriptor that the kernel takes when it is called through Triton."""
@@ -128,7 +129,8 @@ class SizedLaunch:
         compiled = self.kernel[(programs,)](*args, **self.options)
         if compiled is not None and self.direct is None:
             self.direct = direct_launch(compiled, ())
-            self._constants = _constants(self.kernel, args, self.options)
+            if self.direct is not None:
+                self._constants = _constants(self.kernel, args, self.options)
 
 
 LAUNCHES: Memory[Launch] = Memory()

@@ -77,8 +77,12 @@ def _has_triton() -> bool:
 
 @cache
 def _missing_on_gpu() -> str | None:
-    if torch.cuda.get_device_capability()[0] < 8:
+    capability = torch.cuda.get_device_capability()
+    if capability[0] < 8:
         return "the GPU's compute capability must be 8.0 or newer"
+    from reluformer.ops.backends.triton.versions import warn_if_untested
+
+    warn_if_untested(capability == (9, 0))
     return None
 
 

@@ -300,7 +300,7 @@ def _language() -> SimpleNamespace:
         split=lambda x: x.unbind(-1), join=lambda *x: torch.stack(x, -1),
         broadcast=lambda *x: torch.broadcast_tensors(*x), convert_layout=lambda x, *_, **__: x,
         inline_asm_elementwise=_assembly, load=_load, store=_store,
-        allocate_shared_memory=_allocate, thread_barrier=nothing,
+        allocate_shared_memory=_allocate,
         warp_specialize=lambda partitions, warps, registers: _local.cta.run(partitions),
         NVMMADistributedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
         BlockedLayout=nothing,
@@ -332,6 +332,9 @@ def _kernels(path: Path, change: tuple[str, str]) -> tuple[dict[str, Any], bool]
     names = _runtime()
     for module, imported in _OWN.findall(source):
         wanted = re.findall(r"\w+", imported)
+        if module == "versions":
+            # Functions whose names depend on the version; `_runtime` replaces them.
+            continue
         if not module.startswith("hopper."):
             # Constants of the portable kernels.
             others = vars(importlib.import_module(f"reluformer.ops.backends.triton.{module}"))
@@ -371,11 +374,10 @@ def _runtime() -> dict[str, Any]:
             arrive=lambda bar, count: _local.cta.arrive(bar),
             expect=lambda bar, bytes: _local.cta.arrive(bar, bytes),
         ),
-        "tma": SimpleNamespace(
-            async_copy_global_to_shared=lambda *args: _local.cta.copy(*args),
-            async_copy_shared_to_global=lambda *args: _local.stores.append(args),
-            store_wait=_wait_stores,
-        ),
+        "tma": SimpleNamespace(store_wait=_wait_stores),
+        "thread_barrier": lambda: None,
+        "tma_load": lambda *args: _local.cta.copy(*args),
+        "tma_store": lambda *args: _local.stores.append(args),
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait_products,
     }

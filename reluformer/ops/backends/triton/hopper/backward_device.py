@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from reluformer.ops.backends.triton.hopper.device import (
     CONSUMERS,
@@ -47,6 +47,7 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_coordinates,
     tile_count,
 )
+from reluformer.ops.backends.triton.versions import thread_barrier, tma_load
 
 
 class BackwardSizes(NamedTuple):
@@ -159,12 +160,10 @@ def backward_producer(
             # One barrier for both resident tiles of a consumer.
             mbarrier.expect(bar, RESIDENT_BYTES)
             if not ONLY_B:
-                tma.async_copy_global_to_shared(
+                tma_load(
                     resident_a, [batch, head, first_row, 0], bar, resident_a_bufs.index(consumer)
                 )
-            tma.async_copy_global_to_shared(
-                resident_b, [batch, head, first_row, 0], bar, resident_b_bufs.index(consumer)
-            )
+            tma_load(resident_b, [batch, head, first_row, 0], bar, resident_b_bufs.index(consumer))
         resident_phase ^= 1
         # dK/dV sums over the query heads of a group: their tiles are streamed one head after
         # the other.
@@ -175,11 +174,11 @@ def backward_producer(
                 bar = shared.full.index(ring.stage)
                 # Two tiles of 2 bytes per element.
                 mbarrier.expect(bar, CONFIG.COLS * CONFIG.D * 4)
-                tma.async_copy_global_to_shared(
+                tma_load(
                     streamed_a, [batch, streamed_head, t * CONFIG.COLS, 0], bar,
                     streamed_a_bufs.index(ring.stage),
                 )  # fmt: skip
-                tma.async_copy_global_to_shared(
+                tma_load(
                     streamed_b, [batch, streamed_head, t * CONFIG.COLS, 0], bar,
                     streamed_b_bufs.index(ring.stage),
                 )  # fmt: skip
@@ -210,7 +209,7 @@ def release_unread(shared, ring, count, STAGES: gl.constexpr):
     for _ in range(0, count):
         mbarrier.wait(shared.full.index(ring.stage), ring.phase)
         # A warp that is late would otherwise miss this phase and wait for the next but one.
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.empty.index(ring.stage), count=1)
         ring = advance(ring, STAGES)
     return ring

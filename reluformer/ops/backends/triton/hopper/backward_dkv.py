@@ -59,6 +59,7 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_coordinates,
     tile_count,
 )
+from reluformer.ops.backends.triton.versions import thread_barrier
 
 
 class KeyTile(NamedTuple):
@@ -393,7 +394,7 @@ def hopper_dkv_kernel(
     resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
     full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     buffers = (k_bufs, v_bufs, q_bufs, g_bufs)
     shared = BackwardShared(buffers, out_bufs, resident_full, resident_empty, full, empty)
     sizes = BackwardSizes(items, heads, tiles, n_q, n_k, key_blocks, head_blocks, term_rows)

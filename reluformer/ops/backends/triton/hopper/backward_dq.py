@@ -63,6 +63,7 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_count,
     zero_padding,
 )
+from reluformer.ops.backends.triton.versions import thread_barrier
 
 
 class DqLoopState(NamedTuple):
@@ -348,7 +349,7 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
         if pointers.lengths is not None:
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
             k_tile = zero_padding(
                 k_tile, buffer, (count - 1) * CONFIG.COLS, end, CONFIG.COLS, CONFIG.D
@@ -403,7 +404,7 @@ def hopper_dq_kernel(
     resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
     full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     buffers = (q_bufs, g_bufs, k_bufs, v_bufs)
     shared = BackwardShared(buffers, out_bufs, resident_full, resident_empty, full, empty)
     sizes = BackwardSizes(items, heads, tiles, n_q, n_k, key_blocks, head_blocks, term_rows)

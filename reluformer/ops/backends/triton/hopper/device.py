@@ -15,6 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from reluformer.ops.backends.triton.versions import thread_barrier, tma_store
+
 CONSUMERS = gl.constexpr(2)
 
 
@@ -117,7 +119,7 @@ def release_loaded(empty):
     past the end of a tensor arrive at once. Without the fence 3 runs of 100 were wrong.
     """
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(empty, count=1)
 
 
@@ -147,7 +149,7 @@ def zero_padding(tile, buffer, col, end, KEYS: gl.constexpr, D: gl.constexpr):
     copy.store(gl.where((keys < end)[:, None], x, zeros))
     # The tensor cores read the copy through the async proxy.
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return copy
 
 
@@ -156,11 +158,11 @@ def store_tile(x, target, buffer, batch, head, row):
     """Store x [ROWS, D] as bfloat16 to rows `row ..` of `target` with TMA, through `buffer`."""
     # The previous store must have read the buffer. Only thread 0 can wait for it.
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(gl.bfloat16))  # [ROWS, D]
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(target, [batch, head, row, 0], buffer)
+    thread_barrier()
+    tma_store(target, [batch, head, row, 0], buffer)
 
 
 @gluon.jit

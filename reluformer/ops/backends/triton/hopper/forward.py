@@ -77,6 +77,7 @@ from reluformer.ops.backends.triton.hopper.weights import (
     relu_weights,
 )
 from reluformer.ops.backends.triton.portable.device import BLOCK, LN2
+from reluformer.ops.backends.triton.versions import thread_barrier
 
 
 class KeyLoopState(NamedTuple):
@@ -314,7 +315,7 @@ def _consumer(
         if pointers.lengths is not None or pointers.work is not None:
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
             v_tile = zero_padding(
                 v_tile, buffer, (count - 1) * CONFIG.KEYS, end, CONFIG.KEYS, CONFIG.D
@@ -357,7 +358,7 @@ def hopper_forward_kernel(
         items = gl.load(pointers.work) * heads
     shared = allocate_shared(q, k, v, out, Q_BUFFERS * CONSUMERS, CONFIG)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     sizes = ForwardSizes(items, heads, tiles, n_q, n_k)
     # Constexprs stand in the lists themselves: in a variable they would become tensors.
     gl.warp_specialize(

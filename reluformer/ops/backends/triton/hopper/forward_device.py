@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from reluformer.ops.backends.triton.hopper.device import (
     CONSUMERS,
@@ -19,6 +19,7 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_count,
 )
 from reluformer.ops.backends.triton.portable.packed_schedule import FIELDS
+from reluformer.ops.backends.triton.versions import thread_barrier, tma_load
 
 
 class ForwardSizes(NamedTuple):
@@ -168,7 +169,7 @@ def forward_producer(
             mbarrier.wait(shared.q_empty.index(place), q_ring.phase)
             bar = shared.q_full.index(place)
             mbarrier.expect(bar, CONFIG.ROWS * CONFIG.D * 2)
-            tma.async_copy_global_to_shared(
+            tma_load(
                 q, [batch, head, first_q + row + consumer * CONFIG.ROWS, 0], bar,
                 shared.q.index(place),
             )  # fmt: skip
@@ -177,7 +178,7 @@ def forward_producer(
             mbarrier.wait(shared.k_empty.index(k_ring.stage), k_ring.phase)
             bar = shared.k_full.index(k_ring.stage)
             mbarrier.expect(bar, CONFIG.KEYS * CONFIG.D * 2)
-            tma.async_copy_global_to_shared(
+            tma_load(
                 k, [batch, head // CONFIG.GROUP, first_k + j * CONFIG.KEYS, 0], bar,
                 shared.k.index(k_ring.stage),
             )  # fmt: skip
@@ -187,7 +188,7 @@ def forward_producer(
                 mbarrier.wait(shared.v_empty.index(v_ring.stage), v_ring.phase)
                 bar = shared.v_full.index(v_ring.stage)
                 mbarrier.expect(bar, CONFIG.KEYS * CONFIG.D * 2)
-                tma.async_copy_global_to_shared(
+                tma_load(
                     v, [batch, head // CONFIG.GROUP, first_k + j * CONFIG.KEYS, 0], bar,
                     shared.v.index(v_ring.stage),
                 )  # fmt: skip
@@ -201,7 +202,7 @@ def release_unread_keys(shared, k_ring, v_ring, low, high, STAGES: gl.constexpr)
         mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
         mbarrier.wait(shared.v_full.index(v_ring.stage), v_ring.phase)
         # A warp that is late would otherwise miss this phase and wait for the next but one.
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.k_empty.index(k_ring.stage), count=1)
         mbarrier.arrive(shared.v_empty.index(v_ring.stage), count=1)
         k_ring = advance(k_ring, STAGES)

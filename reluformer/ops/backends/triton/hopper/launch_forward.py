@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.backends.triton import tuning
+from reluformer.ops.backends.triton import tuning, versions
 from reluformer.ops.backends.triton.descriptors import View, use_descriptors
 from reluformer.ops.backends.triton.hopper.arguments import (
     ForwardConfig,
@@ -25,8 +25,6 @@ from reluformer.ops.backends.triton.run_packed import (
     work_list_size,
 )
 
-# Gluon is experimental: only the versions that the tests have run with on a GPU.
-_IS_TESTED_VERSION = triton.__version__.startswith("3.6.")
 # Number of queries and keys from which on the kernel is faster than the portable one: full calls,
 # causal calls, and causal powers at width 64, where the consumers have few instructions to spare.
 _FROM, _CAUSAL_FROM, _CAUSAL_POWERS_FROM = 256, 512, 2048
@@ -158,7 +156,7 @@ def can_run(problem: Problem, widths: Container[int], tensors: Sequence[Tensor])
 
 def is_supported_gpu(tensor: Tensor) -> bool:
     """Whether the tensor is on a Hopper GPU and Triton is a version the kernels are tested with."""
-    if not _IS_TESTED_VERSION or is_interpreting() or not tensor.is_cuda:
+    if not versions.runs_hopper() or is_interpreting() or not tensor.is_cuda:
         return False
     if torch.version.hip is not None:
         return False

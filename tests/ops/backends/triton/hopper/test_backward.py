@@ -201,8 +201,8 @@ WAIT_DK = (
     "            terms += CONFIG.COLS\n"
 )
 WAIT_DQ = "        acc = warpgroup_mma_wait(0, [acc])\n"
-RELEASE_LOADED = "    gl.thread_barrier()\n    mbarrier.arrive(empty"
-STORE = "    gl.thread_barrier()\n    buffer"
+RELEASE_LOADED = "    thread_barrier()\n    mbarrier.arrive(empty"
+STORE = "    thread_barrier()\n    buffer"
 # On a GPU most runs with such a mistake would still give the right result.
 MISTAKES = {
     "queries released before they are read": Mistake(

@@ -217,13 +217,13 @@ MISTAKES = {
         "            v_tile = zero_padding(", "            zero_padding(", WRONG_OUTPUT
     ),
     "an output is overwritten before it is stored": Mistake(
-        "    tma.store_wait(0)\n    gl.thread_barrier()\n    buffer",
-        "    gl.thread_barrier()\n    buffer",
+        "    tma.store_wait(0)\n    thread_barrier()\n    buffer",
+        "    thread_barrier()\n    buffer",
         WRONG_OUTPUT,
     ),
     "queries released before they are in registers": Mistake(
-        "    fence_async_shared()\n    gl.thread_barrier()\n    mbarrier.arrive(empty",
-        "    gl.thread_barrier()\n    mbarrier.arrive(empty",
+        "    fence_async_shared()\n    thread_barrier()\n    mbarrier.arrive(empty",
+        "    thread_barrier()\n    mbarrier.arrive(empty",
         WRONG_OUTPUT,
     ),
 }

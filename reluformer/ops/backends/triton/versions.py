@@ -1,0 +1,84 @@
+"""Differences between Triton versions, and the versions that the kernels are tested with.
+
+Gluon, the language of the Hopper kernels, is experimental: functions are renamed from one version
+to the next. The C launcher that `direct` calls is private to Triton and changes as well.
+"""
+
+import logging
+from functools import cache
+from typing import Any
+
+import triton
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+except ImportError:
+    # A version without Gluon runs the portable kernels.
+    gl = tma = None
+
+log = logging.getLogger("reluformer")
+
+Version = tuple[int, int]
+"""Major and minor version."""
+
+PORTABLE: tuple[Version, Version] = ((3, 6), (3, 9))
+"""First and last version that the portable kernels are tested with."""
+HOPPER: tuple[Version, ...] = ((3, 6), (3, 9))
+"""Versions that the Hopper kernels are tested with."""
+_DIRECT: tuple[Version, ...] = ((3, 6),)
+
+
+def installed() -> Version:
+    """The installed version of Triton."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@cache
+def runs_hopper() -> bool:
+    """Whether the Hopper kernels are tested with the installed version."""
+    return installed() in HOPPER
+
+
+@cache
+def has_known_launcher() -> bool:
+    """Whether `direct` may call the C launcher; other versions launch through Triton."""
+    return installed() in _DIRECT
+
+
+@cache
+def warn_if_untested(is_hopper: bool) -> None:
+    """Log one warning if the kernels for this GPU are not tested with the installed version."""
+    first, last = PORTABLE
+    name = triton.__version__
+    if not first <= installed() <= last:
+        log.warning(
+            "Triton %s is not tested (tested: %s to %s); the portable kernels are used",
+            name, _text(first), _text(last),
+        )  # fmt: skip
+    elif is_hopper and not runs_hopper():
+        tested = " and ".join(map(_text, HOPPER))
+        log.warning(
+            "The Hopper kernels are not tested with Triton %s (tested: %s); the slower portable "
+            "kernels are used",
+            name, tested,
+        )  # fmt: skip
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def _function(module: Any, *names: str) -> Any:
+    """The first function of these names that the module has, or None."""
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+# The new names come first: 3.9 keeps some of the old ones as functions that raise.
+thread_barrier = _function(gl, "barrier", "thread_barrier")
+"""Synchronises the threads of the calling warps; a device function."""
+tma_load = _function(tma, "async_load", "async_copy_global_to_shared")
+"""Starts a TMA copy from global to shared memory; a device function."""
+tma_store = _function(tma, "async_store", "async_copy_shared_to_global")
+"""Starts a TMA copy from shared to global memory; a device function."""
