@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import math
 import numbers
-import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -181,24 +180,26 @@ def _unknown(path: str, key: str, known: list[str]) -> str:
 
 def _join(path: str, name: str) -> str:
     """Dotted path of a field; a name from a file is shortened, and escaped for the terminal."""
-    shown = name if name.isprintable() and len(name) <= 80 else _SHORT.repr(name)
+    shown = name if name.isprintable() and len(name) <= 80 else repr(shorten(name))
     return f"{path}.{shown}" if path else shown
 
 
-def _show(value: Any) -> str:
-    """The value and its type, shortened to fit a sentence."""
-    if value is None:
-        return "nothing"
+def shorten(value: Any) -> str:
+    """Text of a value, shortened to fit a sentence."""
     try:
-        text = repr(value) if isinstance(value, float) else _SHORT.repr(value)
+        text = str(value)
     except ValueError:
         # Python does not print whole numbers of more than 4300 digits.
-        text = "a number of more than 4300 digits"
-    return f"{text} ({type(value).__name__})"
+        return "a number of more than 4300 digits"
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
+def _show(value: Any) -> str:
+    """The value, quoted if it is text, and its type."""
+    if value is None:
+        return "nothing"
+    quoted = repr(value) if isinstance(value, str) else value
+    return f"{shorten(quoted)} ({type(value).__name__})"
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:

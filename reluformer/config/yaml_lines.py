@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from reluformer.config.schema import shorten
 from reluformer.errors import UserError
 from reluformer.reading import read_text
 
@@ -36,7 +37,7 @@ class YamlFile:
         field = str(error).split(" ", 1)[0]
         for path in _and_parents(field):
             if path in assigned:
-                return UserError(f"--set {path}={assigned[path]}: {error}")
+                return UserError(f"--set {path}={shorten(assigned[path])}: {error}")
             if path in self.lines:
                 return UserError(f"{self.path}, line {self.lines[path]}: {error}")
         return UserError(f"{self.path}: {error}")
@@ -57,11 +58,11 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         field, equals, value = text.partition("=")
         if not equals or not all(field.split(".")):
-            raise UserError(f"--set {text} must have the form section.field=value")
+            raise UserError(f"--set {text[:80]} must have the form section.field=value")
         try:
             values[field] = _parse(value, "value")[1]
         except UserError as error:
-            raise UserError(f"--set {text} has a value that is not valid YAML: {error}") from None
+            raise UserError(f"--set {text[:80]} has a bad value: {error}") from None
     return values
 
 

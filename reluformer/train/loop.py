@@ -34,6 +34,8 @@ from reluformer.train.initialise import (
 from reluformer.train.metrics import Metrics
 from reluformer.train.objective import Objective
 from reluformer.train.progress import Plain, Reporter, reporter
+from reluformer.train.requirements import check as check_memory
+from reluformer.train.requirements import estimate
 from reluformer.train.schedules import learning_rate, step_seed
 from reluformer.train.trainer_state import should_compile, should_use_graphs
 from reluformer.train.validation import dev_bleu, dev_loss, measure_attention
@@ -76,6 +78,8 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
     config = recipe.train
     data = load_data(recipe)
     run_dir.check_data(run, data)
+    needs = estimate(recipe, data.tokenizer.vocab_size)
+    check_memory(needs, group.device, group.world)
     torch.manual_seed(config.seed)
     # Raises UserError for settings that cannot work, before anything is written.
     model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size))
@@ -86,6 +90,7 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
             stack.enter_context(run_dir.locked(run))
             checkpoint.clean(run)
         progress = stack.enter_context(reporter(config.steps, enabled=group.main and not quiet))
+        progress.show(f"this run needs: {needs}")
         loop = _Loop(recipe, run, group, data, model, progress)
         stack.callback(loop.close)
         state = loop.run_steps()
