@@ -17,7 +17,6 @@ from triton.runtime import driver
 
 from reluformer.ops.backends.triton import versions
 from reluformer.ops.backends.triton.descriptors import View
-from reluformer.ops.backends.triton.problem import NO_INPUTS
 
 # Tensor maps to remember; each takes about half a kilobyte.
 _MAP_LIMIT = 8192
@@ -29,11 +28,12 @@ _runtime = triton.knobs.runtime
 
 def has_hooks() -> bool:
     """Whether a profiler wants to be called before or after launches."""
-    for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
-        # A hook is a chain of callables, or None.
-        if hook is not None and getattr(hook, "calls", True):
-            return True
-    return False
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    # A hook is a chain of callables, or None.
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+    )
 
 
 class _Described(NamedTuple):
@@ -54,13 +54,18 @@ class _Slot(NamedTuple):
 
 
 class DirectLaunch:
-    """A compiled kernel on the current device, as a C function and its fixed arguments."""
+    """A compiled kernel on the current device, as a C function and its fixed arguments.
 
-    def __init__(self, compiled: Any, launcher: Any, views: Sequence[View], metadata: Any) -> None:
+    The C function takes the grid, the stream, the `fixed` arguments, then `arguments` of the
+    kernel's first arguments, and the remaining ones.
+    """
+
+    def __init__(self, compiled: Any, views: Sequence[View], values: Sequence[Any]) -> None:
         """Use `direct_launch`, which checks that the kernel can be launched this way."""
-        self.launch: Callable[..., None] = launcher.launch
+        launcher = compiled.run
+        self.function: Callable[..., None] = launcher.launch
         if views:
-            self.launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+            self.function = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
         self.device: int = driver.active.get_current_device()
         self.stream: Callable[[int], int] = driver.active.get_current_stream
         self.fixed = (
@@ -76,35 +81,46 @@ class DirectLaunch:
             None,
             None,
         )
-        self._slots = [
-            _Slot(next(_slots), view, each) for view, each in zip(views, metadata, strict=True)
-        ]
+        metadata = getattr(compiled.metadata, "tensordesc_meta", None) or []
+        slots = [_Slot(next(_slots), *slot) for slot in zip(views, metadata, strict=True)]
+        self.arguments = _argument_function(slots, values)
+        """From the first arguments of the kernel to those of the C function."""
 
-    def arguments(self, values: Sequence[Any]) -> list[Any]:
-        """The arguments of the C function for the first arguments of the kernel.
 
-        Tensors, also those in tuples, become addresses; the first ones become tensor maps where
-        the kernel takes descriptors. Other values are passed on.
-        """
-        args: list[Any] = []
-        slots = self._slots
-        for slot, tensor in zip(slots, values, strict=False):
+def _argument_function(
+    slots: Sequence[_Slot], values: Sequence[Any]
+) -> Callable[..., tuple[Any, ...]]:
+    """A function from the first arguments of a kernel to those of its C function.
+
+    Tensors, also those in tuples, become addresses; the first ones become tensor maps where the
+    kernel takes descriptors. Other values are passed on. Which arguments are tensors is the same in
+    every launch of a compiled kernel, so the function is written once, from example `values`, and
+    tests no types.
+    """
+    names = [f"a{i}" for i in range(len(values))]
+    parts = []
+    for i, (name, value) in enumerate(zip(names, values, strict=True)):
+        if i < len(slots):
             # Shape, strides and block belong to the slot, so the address identifies the map.
-            key = (slot.number, tensor.data_ptr())
-            args += _maps.get(key) or _encode(key, slot, tensor)
-        for value in values[len(slots) :] if slots else values:
-            if value is None or value is NO_INPUTS:
-                args.append(value)
-            elif isinstance(value, Tensor):
-                args.append(value.data_ptr())
-            elif isinstance(value, tuple):
-                args.append(tuple([t.data_ptr() if isinstance(t, Tensor) else t for t in value]))
-            else:
-                args.append(value)
-        return args
+            key = f"({slots[i].number}, {name}.data_ptr())"
+            parts.append(f"*(find({key}) or encode(slots[{i}], {name}))")
+        elif isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+            items = [_address(f"{name}[{j}]", item) for j, item in enumerate(value)]
+            parts.append(f"({', '.join(items)},)")
+        else:
+            parts.append(_address(name, value))
+    source = f"lambda {', '.join(names)}: ({', '.join(parts)},)"
+    scope = {"find": _maps.get, "encode": _encode, "slots": slots}
+    function: Callable[..., tuple[Any, ...]] = eval(source, scope)  # noqa: S307
+    return function
 
 
-def _encode(key: tuple[int, int], slot: _Slot, tensor: Tensor) -> list[Any]:
+def _address(name: str, value: Any) -> str:
+    """Expression for an argument: the address of a tensor, other values themselves."""
+    return f"{name}.data_ptr()" if isinstance(value, Tensor) else name
+
+
+def _encode(slot: _Slot, tensor: Tensor) -> list[Any]:
     """The arguments that stand for a descriptor: its tensor map, shape and strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
@@ -114,15 +130,22 @@ def _encode(key: tuple[int, int], slot: _Slot, tensor: Tensor) -> list[Any]:
     )
     if len(_maps) >= _MAP_LIMIT:
         _maps.clear()
-    _maps[key] = encoded
+    _maps[slot.number, tensor.data_ptr()] = encoded
     return encoded
 
 
-def direct_launch(compiled: Any, views: Sequence[View]) -> DirectLaunch | None:
+def direct_launch(
+    compiled: Any, views: Sequence[View], values: Sequence[Any]
+) -> DirectLaunch | None:
     """The direct launch of a kernel that Triton has compiled and launched, or None.
 
     None if the launcher of this Triton version is not known, if the kernel needs scratch memory,
     or if its descriptors are not tensor maps.
+
+    Args:
+        compiled: The compiled kernel.
+        views: Views of the descriptors, the kernel's first arguments.
+        values: The arguments of the first launch, with tensors in place of descriptors.
     """
     if not versions.has_known_launcher():
         return None
@@ -134,4 +157,4 @@ def direct_launch(compiled: Any, views: Sequence[View]) -> DirectLaunch | None:
         return None
     if len(metadata) != len(views) or None in metadata:
         return None
-    return DirectLaunch(compiled, launcher, views, metadata)
+    return DirectLaunch(compiled, views, values)

@@ -87,9 +87,10 @@ class Launch:
         """Run on the kernel's tensors; None for absent ones, optional ones in their tuple."""
         direct = self.direct
         if direct is not None and not has_hooks():
-            stream = direct.stream(direct.device)
-            args = direct.arguments(tensors)
-            direct.launch(self.programs, 1, 1, stream, *direct.fixed, *args, *self._constants)
+            direct.function(
+                self.programs, 1, 1, direct.stream(direct.device), *direct.fixed,
+                *direct.arguments(*tensors), *self._constants,
+            )  # fmt: skip
             return
         sources: list[Any] = [
             self.describe(tensor, view) for tensor, view in zip(tensors, self.views, strict=False)
@@ -98,7 +99,7 @@ class Launch:
         # Grids of one dimension: the others are limited to 65535 programs.
         compiled = self.kernel[(self.programs,)](*args, **self.options)
         if compiled is not None and self.direct is None:
-            self.direct = direct_launch(compiled, self.views)
+            self.direct = direct_launch(compiled, self.views, tensors)
             if self.direct is not None:
                 self._constants = (*self.scalars, *_constants(self.kernel, args, self.options))
 
@@ -122,13 +123,14 @@ class SizedLaunch:
         """Run on a grid of `programs` with all arguments but the compile-time ones."""
         direct = self.direct
         if direct is not None and not has_hooks():
-            stream = direct.stream(direct.device)
-            values = direct.arguments(args)
-            direct.launch(programs, 1, 1, stream, *direct.fixed, *values, *self._constants)
+            direct.function(
+                programs, 1, 1, direct.stream(direct.device), *direct.fixed,
+                *direct.arguments(*args), *self._constants,
+            )  # fmt: skip
             return
         compiled = self.kernel[(programs,)](*args, **self.options)
         if compiled is not None and self.direct is None:
-            self.direct = direct_launch(compiled, ())
+            self.direct = direct_launch(compiled, (), args)
             if self.direct is not None:
                 self._constants = _constants(self.kernel, args, self.options)
 
