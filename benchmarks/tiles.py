@@ -172,10 +172,9 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     empty = [torch.empty_like(tensor) for tensor in problem[:3]]
     results = Results(empty[0], empty[1], empty[2], row_dot, shift)
     launches = prepare(problem, grads, results, Choice(False, 0), has_signs=False)
-    if kernel == "dkv":
-        return lambda: run_backward.run_dkv(launches, problem, grads, results, None)
-    inputs = run_backward.RowInputs(grads.grad_out, None)
-    return lambda: run_backward.run_dq(launches, problem, grads, results, inputs, None)
+    scratch = run_backward.new_scratch(launches, problem, grads, None)
+    run = run_backward.run_dkv if kernel == "dkv" else run_backward.run_dq
+    return lambda: run(launches, problem, grads, results, scratch)
 
 
 def compile_one(job: tuple[Case, Kernel, Tile]) -> str | None:

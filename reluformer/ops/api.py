@@ -43,6 +43,12 @@ def attend(
     except (TypeError, RuntimeError):
         # An argument is not hashable, or a tensor has no shape; the checks below refuse it.
         key = choice = None
+    if choice is not None and choice.prepared is not None:
+        result = choice.prepared(call, options)
+        if result is not None:
+            return fused.finish(attention, call, options, result)
+    # A prepared call that could not run is prepared again.
+    prepares = key is not None and (choice is None or choice.prepared is not None)
     if choice is None:
         check_attention(attention, call, options)
         call, options = resolve_call(call, options)
@@ -58,7 +64,13 @@ def attend(
     if rule is None or rule.has_tensors:
         rule = attention.rectified(options)
         assert rule is not None
-    result = backend.attend(fused.with_cosines(attention, call), fused.per_head_rule(rule, call.q))
+    rule = fused.per_head_rule(rule, call.q)
+    result = backend.attend(fused.with_cosines(attention, call), rule)
+    if prepares and backend.prepare is not None and not attention.cosine:
+        prepared = backend.prepare(call, rule, options)
+        if prepared is not None:
+            assert key is not None
+            remember(key, choice._replace(prepared=prepared))
     return fused.finish(attention, call, options, result)
 
 

@@ -1,6 +1,7 @@
 """One attention call: the arguments that every backend receives, and the results it returns."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +33,11 @@ class KernelResult(NamedTuple):
     """sum_j w_ij before row normalisation and dropout; None if the call does not request it."""
     log_sum: Tensor | None
     """sum_j w_ij ln w_ij; None if the call does not request it."""
+
+
+Prepared = Callable[["Call", Mapping[str, Any]], KernelResult | None]
+"""A remembered call of a kernel: runs calls of one signature, from the shared arguments and the
+attention's options; None if the call has to be run by the backend."""
 
 
 class Packing(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced
-from reluformer.ops.call import Call
+from reluformer.ops.call import Call, Prepared
 from reluformer.ops.rule import Rectified
 
 CAPACITY = 1024
@@ -21,6 +21,8 @@ class Choice(NamedTuple):
     backend: str
     rule: Rectified | None
     """The rectified rule; None if the attention has none or the rule holds tensors."""
+    prepared: Prepared | None = None
+    """The call as its backend has prepared it, if it can."""
 
 
 # A tensor itself would be hashed by identity.
@@ -53,15 +55,18 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
         optional = (visibility.mask, call.bias, visibility.key_lengths)
         tensors = tuple([_kind(t) if isinstance(t, Tensor) else t for t in optional])
     return (
-        name, impl, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device,
+        name, impl, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, k.dtype, v.dtype, device,
         autocast_dtype(q), tensors, visibility.causal, visibility.window, call.scale, call[6:11],
         *options, *[_kind(x) if isinstance(x, Tensor) else x for x in options.values()],
     )  # fmt: skip
 
 
 def _kind(tensor: Tensor) -> Hashable:
-    """Everything about a tensor that checks depend on; never repeated for a lazy tensor."""
-    return object() if tensor.is_neg() or tensor._is_zerotensor() else _KIND(tensor)
+    """Everything about a tensor but its values; never repeated for a lazy tensor."""
+    if tensor.is_neg() or tensor._is_zerotensor():
+        return object()
+    return _KIND(tensor), tensor.stride()
 
 
 def remember(key: Hashable, choice: Choice) -> None:

@@ -15,7 +15,7 @@ from reluformer.ops.backends import reference, sdpa
 from reluformer.ops.backends.cpu import op as cpu
 from reluformer.ops.backends.torch_state import in_transform, intercepts_operators
 from reluformer.ops.backends.triton import op as triton
-from reluformer.ops.call import AttentionResult, Call, KernelResult
+from reluformer.ops.call import AttentionResult, Call, KernelResult, Prepared
 from reluformer.ops.definition import Attention
 from reluformer.ops.gate import named_tensors
 from reluformer.ops.rule import Rectified
@@ -32,6 +32,8 @@ class Kernel:
     """Device type on which `auto` considers the backend; None means any."""
     opaque: bool = False
     """Whether `torch.compile` sees a single operator in place of the kernel."""
+    prepare: Callable[[Call, Rectified, Mapping[str, Any]], Prepared | None] | None = None
+    """From a call that has run and its options to the form for repeated calls, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Program:
 Backend = Kernel | Program
 
 BACKENDS: dict[str, Backend] = {
-    "triton": Kernel(triton.attend, triton.why_not, device="cuda", opaque=True),
+    "triton": Kernel(triton.attend, triton.why_not, "cuda", opaque=True, prepare=triton.prepare),
     "cpu": Kernel(cpu.attend, cpu.why_not, device="cpu"),
     "sdpa": Program(sdpa.run, sdpa.why_not),
     "reference": Program(reference.run, reference.why_not),

@@ -21,6 +21,8 @@ from reluformer.ops.backends.triton.direct import DirectLaunch, direct_launch, h
 _LIMIT = 4096
 
 Key = tuple[Hashable, ...]
+KeyParts = tuple[Key, Sequence[Tensor | None]]
+"""The arguments of `signature`."""
 T = TypeVar("T")
 
 

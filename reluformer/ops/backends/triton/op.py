@@ -6,8 +6,9 @@ to import this module.
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from reluformer.ops.backends.triton import operators
 from reluformer.ops.backends.triton.layout import last_contiguous, packed_view
 from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
 from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
-from reluformer.ops.call import Call, KernelResult
+from reluformer.ops.call import Call, KernelResult, Prepared
 from reluformer.ops.rule import POWERS, POWERS_IN_WORDS, Rectified
 
 if TYPE_CHECKING:
@@ -119,6 +120,30 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
     return KernelResult(
         out, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
     )
+
+
+def prepare(call: Call, rule: Rectified, options: Mapping[str, Any]) -> Prepared | None:
+    """The call that `attend` has just run, prepared for calls of the same signature.
+
+    None for calls that are packed, masked or need copies of tensors, and where options are not
+    gamma and threshold themselves.
+    """
+    q, k, v, visibility = call.q, call.k, call.v, call.visibility
+    if call.packing is not None or visibility.mask is not None or call.dropout_p > 0:
+        return None
+    if autocast_dtype(q) not in (None, q.dtype):
+        return None
+    for value, name in ((rule.gamma, "gamma"), (rule.threshold, "threshold")):
+        if isinstance(value, Tensor) and value is not options.get(name):
+            return None
+    lengths = visibility.key_lengths
+    if any(t.stride(-1) != 1 for t in (q, k, v)) or not (
+        lengths is None or lengths.is_contiguous()
+    ):
+        return None
+    statistics = call.statistics if rule.row_normalise is None else max(call.statistics, 1)
+    result: Prepared | None = operators.host().prepared.prepare(_problem(call, rule), statistics)
+    return result
 
 
 def _problem(call: Call, rule: Rectified) -> Problem:

@@ -75,13 +75,14 @@ class Host(NamedTuple):
     run_forward: Any
     run_backward: Any
     run_decode: Any
+    prepared: Any
 
 
 @cache
 def host() -> Host:
-    from reluformer.ops.backends.triton import run_backward, run_decode, run_forward
+    from reluformer.ops.backends.triton import prepared, run_backward, run_decode, run_forward
 
-    return Host(run_forward, run_backward, run_decode)
+    return Host(run_forward, run_backward, run_decode, prepared)
 
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -105,6 +106,40 @@ def attend_pages(problem: Problem, table: Tensor) -> Tensor:
     return result
 
 
+def _save(ctx: Any, problem: Problem, outputs: Outputs) -> None:
+    """Store what the backward pass needs: all inputs, and few results."""
+    out, row_sum, log_sum, count = outputs
+    # Results are only read for the gradients of gamma and of row normalisation.
+    needs_gamma = ctx.needs_input_grad[3]
+    keeps_results = needs_gamma or problem.is_row_normalised
+    if count is not None:
+        ctx.mark_non_differentiable(count)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        *problem.tensors,
+        out if keeps_results else None,
+        row_sum if keeps_results else None,
+        log_sum if needs_gamma else None,
+        count,
+    )
+    ctx.settings = problem.settings
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of all inputs, from the gradients of all outputs."""
+    *inputs, out, row_sum, log_sum, count = ctx.saved_tensors
+    problem, _ = unflatten((*inputs, *ctx.settings))
+    gradients: Sequence[Tensor | None]
+    if torch.is_grad_enabled():
+        # These gradients will be differentiated again.
+        gradients = recomputed_gradients(problem, grads)
+    else:
+        gradients = input_gradients(
+            problem, (out, row_sum, log_sum, count), grads, ctx.needs_input_grad[3:5]
+        )
+    return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
+
+
 class RectifiedAttention(torch.autograd.Function):
     """The forward and backward pass without the dispatcher.
 
@@ -126,49 +161,34 @@ class RectifiedAttention(torch.autograd.Function):
         _save(ctx, problem, result)
         return result
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
+    backward = staticmethod(_backward)
 
 
-def _save(ctx: Any, problem: Problem, outputs: Outputs) -> None:
-    """Store what the backward pass needs: all inputs, and few results."""
-    out, row_sum, log_sum, count = outputs
-    # Results are only read for the gradients of gamma and of row normalisation.
-    needs_gamma = ctx.needs_input_grad[3]
-    keeps_results = needs_gamma or problem.is_row_normalised
-    if count is not None:
-        ctx.mark_non_differentiable(count)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        *problem.tensors,
-        out if keeps_results else None,
-        row_sum if keeps_results else None,
-        log_sum if needs_gamma else None,
-        count,
-    )
-    ctx.settings = problem.settings
+InputGradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Gradients of q, k, v, gamma and threshold."""
 
 
-def _backward(
-    ctx: Any,
-    grad_out: Tensor | None,
-    grad_sum: Tensor | None,
-    grad_log: Tensor | None,
-    _grad_count: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of all inputs, from the gradients of all outputs."""
-    *inputs, out, row_sum, log_sum, count = ctx.saved_tensors
-    problem, _ = unflatten((*inputs, *ctx.settings))
-    q, _, v, optional, settings = problem
-    if torch.is_grad_enabled():
-        # These gradients will be differentiated again.
-        others = [None] * (len(ctx.needs_input_grad) - 5)
-        return *_recompute(problem, (grad_out, *_row_gradients(grad_sum, grad_log))), *others
-    needs_gamma, needs_shift = ctx.needs_input_grad[3:5]
+def input_gradients(
+    problem: Problem,
+    results: tuple[Tensor | None, ...],
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> InputGradients:
+    """Run a backward pass.
+
+    Args:
+        problem: The call.
+        results: `Outputs` of the forward pass; None for those that the pass does not read.
+        grads: Gradients of the output, the row sums and the sums of w log w.
+        needs: Whether gamma and threshold have a gradient.
+    """
+    out, row_sum, log_sum, count = results
+    q, _, v, optional, _ = problem
+    grad_out, grad_sum, grad_log = grads[:3]
+    needs_gamma, needs_shift = needs
     if grad_out is None:
         grad_out = q.new_zeros((*q.shape[:3], v.shape[-1]))
-    grad_sum, grad_log = _row_gradients(grad_sum, grad_log)
+    grad_sum, grad_log = row_gradients(grad_sum, grad_log)
     gradients = (
         last_contiguous(grad_out),
         out,
@@ -186,20 +206,19 @@ def _backward(
     dq, dk, dv, row_dot, shift = result
     d_gamma = d_threshold = None
     if needs_gamma:
-        assert optional.gamma is not None
-        d_gamma = gamma_gradient(
-            optional.gamma, row_dot, row_sum, log_sum, RowGradients(grad_sum, grad_log),
-            settings.row_normalise, settings.entropy_every,
-        )  # fmt: skip
+        statistics = (row_dot, row_sum, log_sum)
+        d_gamma = gradient_of_gamma(problem, statistics, RowGradients(grad_sum, grad_log))
     if needs_shift:
         assert optional.threshold is not None
         d_threshold = -shift.to(optional.threshold.dtype)
-    others = [None] * (len(ctx.needs_input_grad) - 5)
-    return dq, dk, dv, d_gamma, d_threshold, *others
+    return dq, dk, dv, d_gamma, d_threshold
 
 
-def _recompute(problem: Problem, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, gamma and threshold from plain operations."""
+def recomputed_gradients(
+    problem: Problem, grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """`input_gradients` from plain operations, which can be differentiated again."""
+    grad_out, grad_sum, grad_log = grads[:3]
     q, k, v, optional, settings = problem
     if problem.is_packed or settings.dropout_p > 0:
         raise UserError(
@@ -215,10 +234,22 @@ def _recompute(problem: Problem, grads: Sequence[Tensor | None]) -> tuple[Tensor
         settings.threshold_value if optional.threshold is None else optional.threshold,
         row_normalise=settings.row_normalise or None,
     )
-    return recompute.gradients(Call(q, k, v, visibility, settings.scale), rule, grads)
+    call = Call(q, k, v, visibility, settings.scale)
+    return recompute.gradients(call, rule, (grad_out, *row_gradients(grad_sum, grad_log)))
 
 
-def _row_gradients(
+def gradient_of_gamma(
+    problem: Problem, statistics: tuple[Any, Any, Any], grads: RowGradients
+) -> Tensor:  # fmt: skip
+    """`gamma_gradient` of a call; statistics are dO.O, row sums and sums of w log w."""
+    gamma, settings = problem.optional.gamma, problem.settings
+    assert gamma is not None
+    return gamma_gradient(
+        gamma, *statistics, grads, settings.row_normalise, settings.entropy_every
+    )  # fmt: skip
+
+
+def row_gradients(
     grad_sum: Tensor | None, grad_log: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of row statistics, contiguous; None for absent ones, which may arrive empty.

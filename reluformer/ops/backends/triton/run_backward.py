@@ -16,7 +16,7 @@ from torch import Tensor
 from reluformer.ops.backends.triton import backward_launches
 from reluformer.ops.backends.triton.backward_choice import Choice, choose, sign_bytes
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
-from reluformer.ops.backends.triton.launch import Key, Memory, on_other_device, signature
+from reluformer.ops.backends.triton.launch import Key, KeyParts, Memory, on_other_device, signature
 from reluformer.ops.backends.triton.layout import row_values, zeroed
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SLACK, WORDS
@@ -45,7 +45,7 @@ def backward(problem: Problem, grads: Gradients, needs_shift: bool) -> BackwardR
     if on_other_device(problem.q):
         with torch.cuda.device(problem.q.device):
             return backward(problem, grads, needs_shift)
-    q, k, v, optional, settings = problem
+    q, k, v, optional, _ = problem
     packed = problem.is_packed
     results = Results(
         empty_packed_heads(q, q.shape[-1], optional.cu_q),
@@ -58,7 +58,7 @@ def backward(problem: Problem, grads: Gradients, needs_shift: bool) -> BackwardR
     if q.numel() == 0 or k.numel() == 0:
         shift = q.new_zeros(q.shape[1], dtype=torch.float32) if needs_shift else None
         return BackwardResult(dq.zero_(), dk.zero_(), dv.zero_(), zeroed(row_dot), shift)
-    key = signature(("backward", needs_shift, settings), (*problem.tensors, *grads))
+    key = signature(*key_parts(problem, grads, needs_shift))
     choice = CHOICES.get(key)
     if choice is None:
         choice = CHOICES.put(key, choose(problem, grads.level, grads.grad_out))
@@ -70,13 +70,21 @@ def backward(problem: Problem, grads: Gradients, needs_shift: bool) -> BackwardR
     return BackwardResult(dq, dk, dv, row_dot, shift)
 
 
+def key_parts(problem: Problem, grads: Gradients, needs_shift: bool) -> KeyParts:
+    """Arguments of `signature` for the key of a backward pass in `CHOICES`.
+
+    `BACKWARD_LAUNCHES` has the same key, unless the pass runs in parts.
+    """
+    return ("backward", needs_shift, problem.settings), (*problem.tensors, *grads)
+
+
 def _run_with_signs(
     problem: Problem, grads: Gradients, results: Results, key: Key, choice: Choice
 ) -> None:
     """Run both kernels with signs, on as many heads at a time as the sign buffer holds."""
     batches, heads = problem.k.shape[:2]
     group = problem.group
-    signs = _sign_buffer(problem, choice.sign_heads)
+    signs = problem.q.new_empty((sign_words(problem, choice.sign_heads),), dtype=torch.int16)
     fit = choice.sign_heads // group
     if fit >= batches * heads:
         _run(problem, grads, results, signs, key, choice)
@@ -92,10 +100,9 @@ def _run_with_signs(
         _run(part_problem, part_grads, part_results, signs, part_key, choice)
 
 
-def _sign_buffer(problem: Problem, heads: int) -> Tensor:
-    """Memory for the signs of `heads` heads and for reads ahead of the last block."""
-    words = heads * sign_bytes(problem) // 2 + SLACK * WORDS.value
-    return problem.q.new_empty((words,), dtype=torch.int16)
+def sign_words(problem: Problem, heads: int) -> int:
+    """Number of int16 for the signs of `heads` heads and for reads ahead of the last block."""
+    return int(heads * sign_bytes(problem) // 2 + SLACK * WORDS.value)
 
 
 def _parts(batches: int, heads: int, fit: int) -> Iterator[tuple[slice, slice]]:
@@ -133,17 +140,33 @@ def _run(
             problem, grads, results, choice, has_signs=signs is not None
         )
         BACKWARD_LAUNCHES.put(key, launches)
-    row_inputs = run_dkv(launches, problem, grads, results, signs)
-    run_dq(launches, problem, grads, results, row_inputs, signs)
+    scratch = new_scratch(launches, problem, grads, signs)
+    run_dkv(launches, problem, grads, results, scratch)
+    run_dq(launches, problem, grads, results, scratch)
 
 
-class RowInputs(NamedTuple):
-    """Results of the passes over rows."""
+class Scratch(NamedTuple):
+    """Temporary tensors of a backward pass; None for those that it does not need."""
 
-    grad_out: Tensor
-    """The output gradient, times its row factors where `BackwardLaunches.scales_grad`."""
+    scaled: Tensor | None
+    """The output gradient times its row factors, where `BackwardLaunches.scales_grad`."""
     terms: Tensor | None
     """[sequences * H, level, padded rows], float32: see `row_terms_kernel`."""
+    signs: Tensor | None
+    """Signs of the weights, int16."""
+
+
+def new_scratch(
+    launches: BackwardLaunches, problem: Problem, grads: Gradients, signs: Tensor | None
+) -> Scratch:
+    """New temporary tensors for these launches."""
+    scaled = terms = None
+    if launches.scales_grad:
+        grad_out = grads.grad_out
+        scaled = empty_packed_heads(grad_out, grad_out.shape[-1], problem.optional.cu_q)
+    if launches.row_terms is not None:
+        terms = problem.q.new_empty(terms_size(problem, grads.level), dtype=torch.float32)
+    return Scratch(scaled, terms, signs)
 
 
 def run_dkv(
@@ -151,26 +174,21 @@ def run_dkv(
     problem: Problem,
     grads: Gradients,
     results: Results,
-    signs: Tensor | None,
-) -> RowInputs:
-    """Launch the passes over rows and the kernel for dK and dV, which fills `signs` too."""
+    scratch: Scratch,
+) -> None:
+    """Launch the passes over rows and the kernel for dK and dV, which fill `scratch` too."""
     q, k, v, optional, _ = problem
     grad_out, out, count, grad_sum, grad_log, row_sum = grads
+    scaled, terms, signs = scratch
     row_dot = results.row_dot if launches.dots_first else None
-    source = grad_out
     if launches.scale_rows is not None:
-        scaled = None
-        if launches.scales_grad:
-            source = scaled = empty_packed_heads(grad_out, grad_out.shape[-1], optional.cu_q)
         launches.scale_rows(grad_out, scaled, out, row_dot, count, row_sum, optional)
-    terms = None
     if launches.row_terms is not None:
-        terms = q.new_empty(_terms_shape(problem, grads.level), dtype=torch.float32)
         launches.row_terms(grad_sum, grad_log, terms, count, row_sum, row_dot, optional)
+    source = grad_out if scaled is None else scaled
     launches.dkv(
         q, k, v, source, results.dk, results.dv, signs, terms, count, row_sum, optional
     )  # fmt: skip
-    return RowInputs(source, terms)
 
 
 def run_dq(
@@ -178,24 +196,25 @@ def run_dq(
     problem: Problem,
     grads: Gradients,
     results: Results,
-    row_inputs: RowInputs,
-    signs: Tensor | None,
+    scratch: Scratch,
 ) -> None:
-    """Launch the kernel for dQ, dO.O and the sums of dS."""
+    """Launch the kernel for dQ, dO.O and the sums of dS; `run_dkv` has filled `scratch`."""
     q, k, v, optional, _ = problem
-    dq, row_dot, row_shift = results.dq, results.row_dot, results.row_shift
+    grad_out, out, count, grad_sum, grad_log, row_sum = grads
+    dq, _, _, row_dot, row_shift = results
+    scaled, terms, signs = scratch
     pairs = None if signs is None else signs.view(torch.int32)
     if launches.uses_hopper:
-        launches.dq(q, k, v, row_inputs.grad_out, dq, row_shift, pairs, row_inputs.terms, optional)
+        source = grad_out if scaled is None else scaled
+        launches.dq(q, k, v, source, dq, row_shift, pairs, terms, optional)
     else:
-        grad_out, out, count, grad_sum, grad_log, row_sum = grads
         launches.dq(
             q, k, v, grad_out, dq, out, grad_sum, grad_log, count, row_sum, row_dot, row_shift,
             pairs, optional,
         )  # fmt: skip
 
 
-def _terms_shape(problem: Problem, level: int) -> tuple[int, int, int]:
+def terms_size(problem: Problem, level: int) -> tuple[int, int, int]:
     """[sequences * H, level, rows padded to whole blocks]."""
     blocks = triton.cdiv(problem.settings.max_q, BLOCK.value)
     return problem.sequences * problem.q.shape[1], level, blocks * BLOCK.value

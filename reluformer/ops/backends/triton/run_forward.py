@@ -7,7 +7,13 @@ from torch import Tensor
 from reluformer.ops.backends.triton import plan, run_decode
 from reluformer.ops.backends.triton.descriptors import use_descriptors
 from reluformer.ops.backends.triton.hopper import launch_forward
-from reluformer.ops.backends.triton.launch import LAUNCHES, Launch, on_other_device, signature
+from reluformer.ops.backends.triton.launch import (
+    LAUNCHES,
+    KeyParts,
+    Launch,
+    on_other_device,
+    signature,
+)
 from reluformer.ops.backends.triton.layout import row_values, zeroed
 from reluformer.ops.backends.triton.portable.arguments import Strides
 from reluformer.ops.backends.triton.portable.forward import forward_kernel
@@ -34,7 +40,7 @@ def forward(problem: Problem, statistics: int) -> ForwardResult:
     if on_other_device(problem.q):
         with torch.cuda.device(problem.q.device):
             return forward(problem, statistics)
-    q, k, v, optional, settings = problem
+    q, k, v, optional, _ = problem
     assert statistics >= 1 or not problem.is_row_normalised
     if q.shape[2] <= run_decode.MAX_QUERIES and statistics <= 1 and run_decode.should_use(problem):
         out, row_sum, count = run_decode.decode(problem, row_sums=statistics == 1)
@@ -46,7 +52,7 @@ def forward(problem: Problem, statistics: int) -> ForwardResult:
     count = row_values(q, packed=packed) if optional.mask is not None else None
     if out.numel() == 0 or k.numel() == 0:
         return out.zero_(), zeroed(row_sum), zeroed(log_sum), zeroed(count)
-    key = signature(("forward", statistics, settings), problem.tensors)
+    key = signature(*key_parts(problem, statistics))
     launch = LAUNCHES.get(key)
     if launch is None:
         # Both kernels compute the same function; the choice affects speed only.
@@ -57,6 +63,11 @@ def forward(problem: Problem, statistics: int) -> ForwardResult:
         LAUNCHES.put(key, launch)
     launch(q, k, v, out, row_sum, log_sum, count, optional)
     return out, row_sum, log_sum, count
+
+
+def key_parts(problem: Problem, statistics: int) -> KeyParts:
+    """Arguments of `signature` for the key of a forward pass in `LAUNCHES`."""
+    return ("forward", statistics, problem.settings), problem.tensors
 
 
 def _portable_launch(problem: Problem, statistics: int, out: Tensor) -> Launch:
