@@ -157,4 +157,5 @@ def processors(device: torch.device) -> int:
 def on_other_device(q: Tensor) -> bool:
     """Whether q is on another GPU than the current one."""
     device = q.get_device()
-    return device >= 0 and device != torch.cuda.current_device()
+    # `torch.cuda.current_device` without its test whether CUDA is initialised.
+    return device >= 0 and device != torch._C._cuda_getDevice()

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from reluformer import relu_attention
 from reluformer.errors import UserError
+from reluformer.ops import signature
 from reluformer.ops.backends.triton import launch, op, run_backward, tuning
 from reluformer.ops.stats import sampled_rows
 from tests.ops.backends.triton.test_op import _check_compiled, _check_dropout, _varlen
@@ -33,8 +35,9 @@ def check_or_refusal(case: Case, dtype: torch.dtype) -> None:
     if case.power <= 2 or dtype != torch.float16:
         check(op.attend, given, *LOOSE[dtype])
         return
+    q, k, v = (given.leaves[name] for name in "qkv")
     with pytest.raises(UserError, match="needs bfloat16 or float32"):
-        found(op.attend, given)
+        relu_attention(q, k, v, power=case.power, impl="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -119,6 +122,31 @@ def test_direct_launches_repeat_the_first_launch_bit_by_bit(row_normalise: float
     for later in (second, third):
         assert torch.equal(first[0][0], later[0][0])
         assert all(torch.equal(first[1][name], later[1][name]) for name in first[1])
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@either
+def test_repeated_calls_are_prepared_and_equal_bit_by_bit(
+    width: int, row_normalise: float | None
+) -> None:
+    signature.CHOICES.clear()
+    q, k, v = (
+        torch.randn(4, 16, 1024, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in "qkv"
+    )
+    threshold = torch.full((16,), -1.0, device="cuda", requires_grad=True)
+    gamma = torch.full((16,), 2.0, device="cuda", requires_grad=True)
+    results = []
+    for _ in range(4):
+        out = relu_attention(
+            q, k, v, threshold=threshold, gamma=gamma, row_normalise=row_normalise, impl="triton"
+        )
+        grads = torch.autograd.grad(out, [q, k, v, threshold, gamma], q.detach())
+        results.append([out, *grads])
+    (choice,) = signature.CHOICES.values()
+    assert choice.prepared is not None
+    for later in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], later, strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reluformer import relu_attention
-from reluformer.ops import stats
+from reluformer.ops import signature, stats
 from reluformer.ops.backends.triton import launch, op, run_packed, tuning
 from reluformer.ops.backends.triton.hopper.arguments import ForwardConfig, ForwardPointers, Scalars
 from reluformer.ops.backends.triton.hopper.launch_forward import HopperLaunch
@@ -380,6 +380,7 @@ def test_first_call_can_be_captured_in_cuda_graph() -> None:
     launch.LAUNCHES.clear()
     eager = relu_attention(q, k, v, causal=True, impl="triton")
     launch.LAUNCHES.clear()
+    signature.CHOICES.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = relu_attention(q, k, v, causal=True, impl="triton")
