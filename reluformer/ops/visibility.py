@@ -31,6 +31,12 @@ class Visibility:
         others = (self.mask, self.key_lengths, self.window)
         return self.causal and all(rule is None for rule in others)
 
+    @property
+    def hides_keys(self) -> bool:
+        """Whether any rule is set."""
+        others = (self.mask, self.key_lengths, self.window)
+        return self.causal or any(rule is not None for rule in others)
+
     def table(self, rows: int, keys: int, device: torch.device) -> Tensor | None:
         """Bool, broadcastable to [B, H, Tq, Tk] with full Tk; None when every key is visible."""
         allowed: list[Tensor] = []

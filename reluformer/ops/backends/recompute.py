@@ -37,7 +37,11 @@ def gradients(
         q, k, v, gamma, threshold = inputs
         call = call._replace(q=q, k=k, v=v)
         results = reference.rectified(call, replace(rule, gamma=gamma, threshold=threshold), kept)
-        used = [(out, grad) for out, grad in zip(results, grads, strict=True) if grad is not None]
+        used = [
+            (out, grad)
+            for out, grad in zip(results, grads, strict=True)
+            if out is not None and grad is not None
+        ]
         wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         computed = torch.autograd.grad(
             [out for out, _ in used],

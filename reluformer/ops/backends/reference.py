@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.ops import hidden
 from reluformer.ops.call import AttentionResult, Call, KernelResult
 from reluformer.ops.definition import Attention
 from reluformer.ops.memory import Scores, Weigh, hide, read
@@ -38,11 +39,13 @@ def rectified(call: Call, rule: Rectified, kept: Tensor | None = None) -> Kernel
     with _no_autocast(call.q.device):
         q, k, v = _each_head(call)
         visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
+        v, seen_nan = _screened(v, visible)
         scores = score(call, q, k, visible)
         weights = hide(rule(scores), visible)
         unnormalised = _unnormalised(scores, rule)
         summed = weights if unnormalised is None else unnormalised
         output = (weights if kept is None else weights * kept) @ v
+        output = output if seen_nan is None else output + seen_nan
         return KernelResult(output.to(call.q.dtype), summed.sum(dim=-1), sum_of_w_log_w(summed))
 
 
@@ -59,6 +62,7 @@ def _each_head(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
     q, k, v = _each_head(call)
     visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
+    v, seen_nan = _screened(v, visible)
     if attention.halves:
         first, second = (
             score(call, half_q, half_k, visible, cosine=attention.cosine)
@@ -69,6 +73,8 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
         first = score(call, q, k, visible, cosine=attention.cosine)
         weigh = attention.weigh_with(options)
     output, weights = read(first, v, weigh, call.dropout_p)
+    if seen_nan is not None:
+        output = output + seen_nan
     output = attention.transform_output(output, options)
     stats = sums = None
     if call.return_stats or call.return_sums:
@@ -79,6 +85,13 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
     return AttentionResult(
         output.to(call.q.dtype), weights if call.return_weights else None, stats, sums
     )
+
+
+def _screened(v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Finite values, and NaN [B, H, Tq, Dv] for rows that see others; None if all are finite."""
+    if visible is None or not v.numel() or not hidden.may_be_nonfinite(v):
+        return v, None
+    return hidden.finite(v), hidden.nan_where_seen(visible, v).to(v.dtype)
 
 
 def _unnormalised(scores: Scores, weigh: Weigh) -> Tensor | None:
@@ -101,9 +114,15 @@ def score(
     call: Call, q: Tensor, k: Tensor, visible: Tensor | None, *, cosine: bool = False
 ) -> Scores:
     """Scores [B, H, Tq, Tk] of q [B, H, Tq, D] and k [B, H, Tk, D], zero where hidden."""
+    nan = None
+    if visible is not None and hidden.may_be_nonfinite(k):
+        # Hidden scores are dropped, but the gradient of q is a product with all keys.
+        nan, k = hidden.nan_keys(k), hidden.finite(k)
     if cosine:
         q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
     values = (q * call.scale) @ k.transpose(-2, -1)
+    if nan is not None:
+        values = values + nan.to(values.dtype)
     if call.bias is not None:
         values = values + call.bias
     return Scores(hide(values, visible), visible, q.shape[-1])

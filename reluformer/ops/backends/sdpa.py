@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reluformer.errors import UserError
+from reluformer.ops import hidden
 from reluformer.ops.backends import reference
 from reluformer.ops.backends.torch_state import is_untraced, needs_grad
 from reluformer.ops.call import AttentionResult, Call
@@ -42,7 +43,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     branch = _Branch(attention, call, options)
     q, k, v, bias = _Inputs.apply(branch, call.q, call.k, call.v, call.bias)  # type: ignore[no-untyped-call]
     result = _run(call._replace(q=q, k=k, v=v, bias=bias))
-    result.output.register_hook(branch.save_gradient)
+    result.output.register_hook(branch.save_gradient)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -66,7 +67,7 @@ class _Branch:
                 "second derivatives of softmax attention with dropout need impl='reference'"
             )
         # A gradient must not flow from one input to another that it was computed from.
-        inputs = [t if t is None else t.view_as(t) for t in saved]
+        inputs: list[Any] = [t if t is None else t.view_as(t) for t in saved]
         q, k, v, bias = inputs
         call = Call(q, k, v, self.visibility, self.scale, bias)
         output = reference.run(self.attention, call, self.options).output
@@ -92,7 +93,32 @@ class _Inputs(torch.autograd.Function):
         return None, *grads
 
 
+def _screened(call: Call) -> tuple[Call, Tensor | None]:
+    """The call with 0 for hidden non-finite numbers, and NaN for rows that see such numbers.
+
+    Where numbers cannot be read without synchronisation, only key lengths are taken into account.
+    """
+    q, k, v, rules = call.q, call.k, call.v, call.visibility
+    if not rules.hides_keys:
+        return call, None
+    if q.device.type == "cpu" and is_untraced(q) and is_untraced(k) and is_untraced(v):
+        if not hidden.has_nonfinite(k, v):
+            return call, None
+        visible = rules.table(q.shape[2], k.shape[2], q.device)
+        assert visible is not None
+        bad_keys = hidden.nan_keys(k).transpose(-1, -2)
+        k, v, both = hidden.finite(k), hidden.finite(v), v + bad_keys
+        both = both.repeat_interleave(call.groups, dim=1)
+        return call._replace(k=k, v=v), hidden.nan_where_seen(visible, both).to(q.dtype)
+    if rules.key_lengths is not None:
+        key = torch.arange(k.shape[2], device=k.device)
+        is_padding = (key >= rules.key_lengths[:, None])[:, None, :, None]
+        return call._replace(k=k.masked_fill(is_padding, 0), v=v.masked_fill(is_padding, 0)), None
+    return call, None
+
+
 def _run(call: Call) -> AttentionResult:
+    call, seen_nan = _screened(call)
     rows, keys = call.q.shape[2], call.k.shape[2]
     rules = call.visibility
     # torch aligns `is_causal` to the start, this library to the end: equal for square maps only.
@@ -120,6 +146,8 @@ def _run(call: Call) -> AttentionResult:
             scale=call.scale,
             enable_gqa=call.groups > 1,
         )
+    if seen_nan is not None:
+        output = output + seen_nan
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     # Under autocast torch returns half precision; the output has q's dtype, as in the reference.

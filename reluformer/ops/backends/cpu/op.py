@@ -7,17 +7,20 @@ The kernels of `native` are faster. Plain torch (`tables`) runs the remaining ca
 float64 and sums of w ln w.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends import recompute
+from reluformer.ops.backends import recompute, reference
 from reluformer.ops.backends.cpu import tables, tiles
 from reluformer.ops.backends.cpu.native import calls as native
 from reluformer.ops.backends.cpu.plan import Plan, make_plan, normalised_factor, sum_dtype
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
+from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.call import Call, KernelResult
+from reluformer.ops.hidden import has_nonfinite
 from reluformer.ops.rule import Rectified
 
 
@@ -59,7 +62,29 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
         results = _apply(*inputs)
     else:
         results = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
+    if plan.may_mix_hidden and _is_spoilt(results[0], call.k, call.v):
+        return _exact(call, rule)
     return KernelResult(results[0], results[1] if call.return_sums else None, results[2])
+
+
+def _is_spoilt(result: Tensor, *inputs: Tensor) -> bool:
+    """Whether a result that is not finite may come from non-finite inputs that are hidden."""
+    if not is_untraced(result) or math.isfinite(result.detach().sum()):
+        return False
+    return has_nonfinite(*inputs)
+
+
+def _exact(call: Call, rule: Rectified) -> KernelResult:
+    """The result by plain operations, in which hidden NaN and infinity have no effect."""
+    kept = None
+    if call.dropout_p > 0:
+        kept = call.q.new_empty(*call.q.shape[:3], call.k.shape[2]).detach()
+        kept = kept.bernoulli_(1 - call.dropout_p).div_(1 - call.dropout_p)
+    output, row_sum, log_sum = reference.rectified(call, rule, kept)
+    statistics = call.statistics
+    return KernelResult(
+        output, row_sum if statistics >= 1 else None, log_sum if statistics >= 2 else None
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -111,6 +136,8 @@ class _Attention(torch.autograd.Function):
         else:
             with torch.autocast("cpu", enabled=False):
                 dq, dk, dv, d_offset = tables.backward(plan, q, k, v, threshold, rows, x, kept)
+        if plan.may_mix_hidden and (_is_spoilt(dq, k, v) or _is_spoilt(dk, k, v)):
+            return None, *_recompute(ctx, (grad, grad_sum, grad_log))
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:
             grads = RowGradients(grad_sum, grad_log)

@@ -54,6 +54,8 @@ class Plan(NamedTuple):
     needs_grad: bool
     is_native: bool
     """Whether the native kernels run the call."""
+    may_mix_hidden: bool
+    """Whether products contain keys and values that a row cannot see, with weight 0."""
 
     def band(self, rows: slice, keys: slice) -> tuple[int, int]:
         """Least and greatest visible (key - row), both counted from the tile's corner."""
@@ -81,6 +83,12 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
     is_decoding = rows < MANY_ROWS and not trains
     has_table = call.visibility.mask is not None or call.dropout_p > 0
     statistics = call.statistics
+    is_native = not has_table and statistics < 2 and _has_kernel(call, trains)
+    rules = call.visibility
+    may_mix_hidden = rules.mask is not None or rules.window is not None
+    may_mix_hidden |= (rules.causal and rows > 1) or (
+        rules.key_lengths is not None and not is_native
+    )
     return Plan(
         scale,
         unit,
@@ -98,7 +106,8 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
         is_decoding,
         is_decoding and q.dtype != torch.bfloat16,
         trains,
-        not has_table and statistics < 2 and _has_kernel(call, trains),
+        is_native,
+        may_mix_hidden,
     )
 
 
