@@ -7,7 +7,6 @@ The kernels of `native` are faster. Plain torch (`tables`) runs the remaining ca
 float64 and sums of w ln w.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from reluformer.ops.backends.cpu import tables, tiles
 from reluformer.ops.backends.cpu.native import calls as native
 from reluformer.ops.backends.cpu.plan import Plan, make_plan, normalised_factor, sum_dtype
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
-from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.hidden import has_nonfinite
 from reluformer.ops.rule import Rectified
@@ -62,16 +60,9 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
         results = _apply(*inputs)
     else:
         results = _Attention.apply(*inputs)  # type: ignore[no-untyped-call]
-    if plan.may_mix_hidden and _is_spoilt(results[0], call.k, call.v):
+    if results[-1] and has_nonfinite(call.k, call.v):
         return _exact(call, rule)
     return KernelResult(results[0], results[1] if call.return_sums else None, results[2])
-
-
-def _is_spoilt(result: Tensor, *inputs: Tensor) -> bool:
-    """Whether a result that is not finite may come from non-finite inputs that are hidden."""
-    if not is_untraced(result) or math.isfinite(result.detach().sum()):
-        return False
-    return has_nonfinite(*inputs)
 
 
 def _exact(call: Call, rule: Rectified) -> KernelResult:
@@ -99,20 +90,25 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         gamma: Tensor | None,
         threshold: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
         ctx.plan = plan
         forward = native.forward if plan.is_native else tables.forward
-        output, row_sum, log_sum, ctx.factor, x, kept = forward(plan, q, k, v, gamma, threshold)
+        results = forward(plan, q, k, v, gamma, threshold)
+        output, row_sum, log_sum, ctx.factor, x, kept, is_spoilt = results
         ctx.set_materialize_grads(False)
         if ctx.needs_input_grad[4] or plan.row_normalise:
             ctx.save_for_backward(q, k, v, gamma, threshold, x, kept, output, row_sum, log_sum)
         else:
             ctx.save_for_backward(q, k, v, gamma, threshold, x, kept)
-        return output, row_sum, log_sum
+        return output, row_sum, log_sum, is_spoilt
 
     @staticmethod
     def backward(
-        ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, grad_log: Tensor | None
+        ctx: Any,
+        grad: Tensor | None,
+        grad_sum: Tensor | None,
+        grad_log: Tensor | None,
+        _is_spoilt: None,
     ) -> tuple[Tensor | None, ...]:
         q, k, v, gamma, threshold, x, kept, *results = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -132,11 +128,13 @@ class _Attention(torch.autograd.Function):
             constant = through if constant is None else constant + through
         rows = tables.RowTerms(grad, ratio, constant, log_slope)
         if plan.is_native:
-            dq, dk, dv, d_offset = native.backward(plan, q, k, v, threshold, rows)
+            dq, dk, dv, d_offset, is_spoilt = native.backward(plan, q, k, v, threshold, rows)
         else:
             with torch.autocast("cpu", enabled=False):
-                dq, dk, dv, d_offset = tables.backward(plan, q, k, v, threshold, rows, x, kept)
-        if plan.may_mix_hidden and (_is_spoilt(dq, k, v) or _is_spoilt(dk, k, v)):
+                dq, dk, dv, d_offset, is_spoilt = tables.backward(
+                    plan, q, k, v, threshold, rows, x, kept
+                )
+        if is_spoilt and has_nonfinite(k, v):
             return None, *_recompute(ctx, (grad, grad_sum, grad_log))
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:

@@ -23,16 +23,21 @@ from reluformer.ops.backends.cpu.plan import (
     score_offset,
     sum_dtype,
 )
+from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.rule import raised
 
-Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | float, Tensor | None, Tensor | None]
+Results = tuple[
+    Tensor, Tensor | None, Tensor | None, Tensor | float, Tensor | None, Tensor | None, bool
+]
 """Output [B, H, Tq, Dv], row sums and sums of w ln w [B, H, Tq], row factors, and in plain torch,
-for the backward pass, x and the scaled dropout mask, both [B * Hkv, G * Tq, Tk]."""
+for the backward pass, x and the scaled dropout mask, both [B * Hkv, G * Tq, Tk]. The last is
+whether hidden keys or values may have made the output non-finite."""
 
 Forward = Callable[[Plan, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Results]
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Gradients of q, k and v, and of the score offset, [B, H], if there is one."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, bool]
+"""Gradients of q, k and v, and of the score offset, [B, H], if there is one. The last is whether
+hidden keys or values may have made them non-finite."""
 
 
 class RowTerms(NamedTuple):
@@ -97,7 +102,7 @@ def forward(
             logs = factor * (_log(factor) * sums + plan.power * logs.view(q.shape[:3]))
         sums = factor * sums
     out = out.view(*q.shape[:3], v.shape[-1]).mul_(_column(normalised_factor(plan, factor, sums)))
-    return out, sums, logs, factor, x, kept
+    return out, sums, logs, factor, x, kept, _is_spoilt(plan, out)
 
 
 def backward(
@@ -131,7 +136,12 @@ def backward(
     dq = dq[..., :width].to(q.dtype).reshape(q.shape)
     if plan.unit != 1:
         dq = dq * plan.unit
-    return dq, _like(dk[..., :width], k), _like(dv, v), d_offset
+    return dq, _like(dk[..., :width], k), _like(dv, v), d_offset, _is_spoilt(plan, dq)
+
+
+def _is_spoilt(plan: Plan, result: Tensor) -> bool:
+    """Whether a result is not finite and its products contained hidden keys or values."""
+    return plan.may_mix_hidden and is_untraced(result) and not math.isfinite(result.sum())
 
 
 def _tables(

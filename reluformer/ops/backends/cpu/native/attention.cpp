@@ -23,9 +23,11 @@ int64_t forward_size(const Problem& p) {
 }
 
 template <class T>
-void run_forward(const Problem& p, char* scratch) {
-  if (is_decoding(p)) return Decode<T>(p).run(scratch);
-  Forward<T>(p).run(scratch);
+int64_t run_forward(const Problem& p, char* scratch) {
+  if (!is_decoding(p)) return Forward<T>(p).run(scratch);
+  // Decoding reads visible keys only.
+  Decode<T>(p).run(scratch);
+  return 0;
 }
 
 }  // namespace
@@ -55,12 +57,15 @@ int64_t forward_scratch(const Problem* p) {
 #endif
 }
 
-void forward(const Problem* p, char* scratch) {
+// `forward` and `backward` return 1 if an output, or a gradient of q, is not finite although it
+// may have seen finite numbers only.
+int64_t forward(const Problem* p, char* scratch) {
   if (!p->is_bf16) return run_forward<float>(*p, scratch);
 #ifdef HAVE_AMX
-  run_forward<bf16>(*p, scratch);
+  return run_forward<bf16>(*p, scratch);
 #else
   Decode<bf16>(*p).run(scratch);
+  return 0;
 #endif
 }
 
@@ -71,10 +76,10 @@ int64_t backward_scratch(const Problem* p) {
   return Backward<float>(*p).size();
 }
 
-void backward(const Problem* p, char* scratch) {
+int64_t backward(const Problem* p, char* scratch) {
 #ifdef HAVE_AMX
   if (p->is_bf16) return Backward<bf16>(*p).run(scratch);
 #endif
-  Backward<float>(*p).run(scratch);
+  return Backward<float>(*p).run(scratch);
 }
 }

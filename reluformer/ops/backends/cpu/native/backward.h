@@ -19,6 +19,8 @@ struct Backward {
   int64_t width = up_to(p.width, P::UNIT), value_width = up_to(p.value_width, P::UNIT);
   int64_t groups = p.heads / p.key_heads, tables = p.batch * p.key_heads;
   int64_t rows = up_to(p.rows, ROWS), splits, share;
+  // Whether a gradient of q is NaN or infinite, which a hidden key may have caused.
+  mutable std::atomic<int64_t> spoilt{0};
 
   explicit Backward(const Problem& problem) : p(problem) {
     splits = clipped(up_to(2 * p.threads, tables) / tables, 1, p.keys / 512 + 1);
@@ -206,12 +208,17 @@ struct Backward {
       }
       for (int64_t i = 0; i < std::min(ROWS, p.rows - row); i++) {
         T* to = at<T>(p.dq, p.dq_strides, b, h, row + i);
-        for (int64_t e = 0; e < p.width; e++) to[e] = narrow<T>(block[e * ROWS + i]);
+        int bad = 0;
+        for (int64_t e = 0; e < p.width; e++) {
+          bad |= is_nonfinite(block[e * ROWS + i]);
+          to[e] = narrow<T>(block[e * ROWS + i]);
+        }
+        if (bad) spoilt = 1;
       }
     }
   }
 
-  void run(char* scratch) const {
+  int64_t run(char* scratch) const {
     Memory memory(scratch);
     float* dq = dq_buffer(memory);
     double* d_offset = offset_buffer(memory);
@@ -228,5 +235,6 @@ struct Backward {
 #pragma omp for
       for (int64_t head = 0; head < heads(); head++) finish(dq, d_offset, head);
     }
+    return spoilt;
   }
 };

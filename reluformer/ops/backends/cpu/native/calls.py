@@ -42,8 +42,10 @@ def forward(
     outputs = (addresses, out.stride()[:3], _NO_GRADIENTS)
     problem, _owners = _problem(plan, (q, k, v), offset, factor, outputs)
     scratch = _scratch(kernels.forward_scratch(problem) + 64)
-    kernels.forward(problem, (scratch.data_ptr() + 63) // 64 * 64)  # aligned to a cache line
-    return out, sums, None, factor, None, None
+    is_spoilt = kernels.forward(
+        problem, (scratch.data_ptr() + 63) // 64 * 64
+    )  # aligned to a cache line
+    return out, sums, None, factor, None, None, bool(is_spoilt)
 
 
 def backward(
@@ -69,10 +71,10 @@ def backward(
     offset = score_offset(plan, q, threshold)
     problem, _owners = _problem(plan, (q, k, v), offset, rows.ratio, outputs)
     scratch = _scratch(kernels.backward_scratch(problem) + 64)
-    kernels.backward(problem, (scratch.data_ptr() + 63) // 64 * 64)
+    is_spoilt = kernels.backward(problem, (scratch.data_ptr() + 63) // 64 * 64)
     if plan.unit != 1:
         dq *= plan.unit
-    return dq, dk, dv, d_offset
+    return dq, dk, dv, d_offset, bool(is_spoilt)
 
 
 def _problem(

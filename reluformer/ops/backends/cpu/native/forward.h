@@ -13,6 +13,8 @@ struct Forward {
   const Problem& p;
   int64_t width = up_to(p.width, P::UNIT), value_width = up_to(p.value_width, P::UNIT);
   int64_t tall, blocks;
+  // Whether an output is NaN or infinite, which a hidden value may have caused.
+  mutable std::atomic<int64_t> spoilt{0};
 
   explicit Forward(const Problem& problem) : p(problem) {
     // Panels are packed once for each block of rows: blocks are tall, but all threads need work.
@@ -101,12 +103,17 @@ struct Forward {
     for (int64_t i = 0; i < count; i++) {
       float factor = store_sum(p, b, h, first + i, sum(load(r.sums + i * LANES)));
       T* to = at<T>(p.out, p.out_strides, b, h, first + i);
-      for (int64_t e = 0; e < p.value_width; e++)
-        to[e] = narrow<T>(r.out[i * value_width + e] * factor);
+      int bad = 0;
+      for (int64_t e = 0; e < p.value_width; e++) {
+        float x = r.out[i * value_width + e] * factor;
+        bad |= is_nonfinite(x);
+        to[e] = narrow<T>(x);
+      }
+      if (bad) spoilt = 1;
     }
   }
 
-  void run(char* scratch) const {
+  int64_t run(char* scratch) const {
     int64_t items = p.batch * p.heads * blocks, each = size();
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(int(std::min(p.threads, items)))
@@ -116,5 +123,6 @@ struct Forward {
       Buffers mine = buffers(memory);
       for (int64_t item; (item = next++) < items;) rows_block(mine, item);
     }
+    return spoilt;
   }
 };

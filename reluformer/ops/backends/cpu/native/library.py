@@ -53,8 +53,8 @@ class Kernels:
         """Number of rows per key head below which bfloat16 needs no AMX."""
         self.multiplies_bf16 = bool(library.multiplies_bf16())
         """Whether the processor multiplies bfloat16 tables (AMX)."""
-        self.forward = _typed(library.forward, None, ctypes.c_void_p)
-        self.backward = _typed(library.backward, None, ctypes.c_void_p)
+        self.forward = _typed(library.forward, ctypes.c_int64, ctypes.c_void_p)
+        self.backward = _typed(library.backward, ctypes.c_int64, ctypes.c_void_p)
         self.forward_scratch = _typed(library.forward_scratch, ctypes.c_int64)
         self.backward_scratch = _typed(library.backward_scratch, ctypes.c_int64)
 

@@ -3,6 +3,9 @@
 
 #include "products.h"
 
+#include <cmath>
+#include <limits>
+
 // q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; strides are those of the first three
 // axes, in elements, and the last axis is dense. With x = max(q.k + score_offset, 0), the output of a row
 // is factor * sum of x^power v. If `row_normalise` is above 0, it is divided by the row's sum of
@@ -25,6 +28,8 @@ struct Problem {
   void *dq, *dk, *dv;
   int64_t grad_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
 };
+
+inline int is_nonfinite(float x) { return !(std::fabs(x) <= std::numeric_limits<float>::max()); }
 
 struct Range {
   int64_t from, to;
