@@ -34,5 +34,7 @@ def migrate_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     Runs store every field, so a missing one is newer than the run.
     """
     recipe: dict[str, Any] = migrate(values)
-    recipe["train"] = {**_PREDATED_TRAIN_FIELDS, **recipe.get("train", {})}
+    train = recipe.get("train", {})
+    if isinstance(train, Mapping):
+        recipe["train"] = {**_PREDATED_TRAIN_FIELDS, **train}
     return recipe

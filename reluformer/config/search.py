@@ -8,7 +8,8 @@ from reluformer.config.checks import check_above_zero, check_at_least
 from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 
-_LARGEST_PENALTY = 20
+# Larger values overflow, or fill the memory. A length penalty may also be negative.
+_LARGEST = {"beam": 1000, "length_penalty": 20, "max_ratio": 1000, "max_extra": 10**6}
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,9 @@ class SearchConfig:
         check_at_least(1, self, "beam", "max_extra", "top_k")
         check_at_least(0, self, "max_ratio", "seed")
         check_above_zero(self, "temperature")
-        # Larger exponents overflow: a length to this power must be a finite number.
-        if abs(self.length_penalty) > _LARGEST_PENALTY:
-            raise UserError(
-                f"length_penalty must be from -{_LARGEST_PENALTY} to {_LARGEST_PENALTY}, "
-                f"got {self.length_penalty}"
-            )
+        for name, most in _LARGEST.items():
+            if abs(getattr(self, name)) > most:
+                raise UserError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
 

@@ -56,9 +56,11 @@ def count_parameters(config: ModelConfig) -> int:
     """Number of parameters, from models of one and two layers without memory."""
 
     def count(encoder_layers: int, decoder_layers: int) -> int:
-        sizes = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers}
+        sized = dataclasses.replace(
+            config, encoder_layers=encoder_layers, decoder_layers=decoder_layers
+        )
         with torch.device("meta"):
-            model = ReLUFormer(dataclasses.replace(config, **sizes))
+            model = ReLUFormer(sized)
         return sum(parameter.numel() for parameter in model.parameters())
 
     smallest = count(1, 1)

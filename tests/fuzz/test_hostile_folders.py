@@ -101,6 +101,8 @@ def test_a_device_in_place_of_a_file(folder: Path, name: str) -> None:
         "",
         "- 1",
         "train: {lr: 1e999}",
+        "train: null",
+        "model: 3",
         "decode: {length_penalty: 1e308}",
     ],
 )
