@@ -99,7 +99,9 @@ def _check_visibility(call: Call) -> None:
         raise UserError(
             f"key_lengths must be an integer tensor of shape [{call.q.shape[0]}], got {got}"
         )
-    if rules.window is not None and (not isinstance(rules.window, int) or rules.window < 1):
+    if not isinstance(rules.causal, bool):
+        raise UserError(f"causal must be True or False, got {rules.causal!r}")
+    if rules.window is not None and (type(rules.window) is not int or rules.window < 1):
         raise UserError(f"window must be a whole number of at least 1, got {rules.window!r}")
 
 

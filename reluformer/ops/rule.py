@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -36,12 +37,16 @@ class Rectified:
     row_normalise: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("length_exponent", "negative_slope", "row_normalise"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) or (value is None and name == "row_normalise")):
+                raise UserError(f"{name} must be a number, got {value!r}")
         if not isinstance(self.gamma, Tensor) and not 0 < self.gamma < math.inf:
             raise UserError(f"gamma must be a finite number greater than 0, got {self.gamma}")
         if not isinstance(self.threshold, Tensor) and not math.isfinite(self.threshold):
             raise UserError(f"threshold must be a finite number, got {self.threshold}")
-        if self.power not in POWERS:
-            raise UserError(f"power must be {POWERS_IN_WORDS}, got {self.power}")
+        if type(self.power) is not int or self.power not in POWERS:
+            raise UserError(f"power must be {POWERS_IN_WORDS}, got {self.power!r}")
         if not 0 <= self.length_exponent < math.inf:
             raise UserError(f"length_exponent must be finite and >= 0, got {self.length_exponent}")
         if not 0 <= self.negative_slope < 1:

@@ -42,9 +42,8 @@ def forward(
     outputs = (addresses, out.stride()[:3], _NO_GRADIENTS)
     problem, _owners = _problem(plan, (q, k, v), offset, factor, outputs)
     scratch = _scratch(kernels.forward_scratch(problem) + 64)
-    is_spoilt = kernels.forward(
-        problem, (scratch.data_ptr() + 63) // 64 * 64
-    )  # aligned to a cache line
+    # Aligned to a cache line.
+    is_spoilt = kernels.forward(problem, (scratch.data_ptr() + 63) // 64 * 64)
     return out, sums, None, factor, None, None, bool(is_spoilt)
 
 

@@ -77,7 +77,16 @@ def load() -> Kernels | None:
     """The kernels, or None if they are not built; looked up once in a process."""
     try:
         file = path()
-        return Kernels(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        if not _is_intact(file):
+            log.warning(
+                "compiled CPU kernels are not used: %s is damaged "
+                "(python -m reluformer.ops.backends.cpu.native builds it again)",
+                file,
+            )
+            return None
+        return Kernels(file)
     except (OSError, RuntimeError) as problem:
         # No home directory, or a missing shared-library dependency.
         log.warning("compiled CPU kernels are not used: %s", problem)
@@ -86,7 +95,9 @@ def load() -> Kernels | None:
 
 def path(folder: Path | None = None) -> Path:
     """Path of this machine's library, built or not; in the user's cache by default."""
-    digest = hashlib.sha256(" ".join((*_OPTIONS, platform.machine(), _processor())).encode())
+    digest = hashlib.sha256(
+        " ".join((*_OPTIONS, "sha256 at the end", platform.machine(), _processor())).encode()
+    )
     for source in [*sorted(_SOURCES.glob("*.h")), _SOURCES / _MAIN]:
         digest.update(source.read_bytes())
     if folder is None:
@@ -97,7 +108,7 @@ def path(folder: Path | None = None) -> Path:
 def build(folder: Path | None = None) -> Path:
     """Compile the library if it is missing, atomically, and return its path."""
     wanted = path(folder)
-    if wanted.is_file():
+    if wanted.is_file() and _is_intact(wanted):
         return wanted
     compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
     if compiler is None:
@@ -105,11 +116,24 @@ def build(folder: Path | None = None) -> Path:
     try:
         with atomic_path(wanted) as partial:
             _compile([*compiler.split(), *_OPTIONS, str(_SOURCES / _MAIN), "-o", str(partial)])
+            code = partial.read_bytes()
+            # Loaders ignore bytes after the last section.
+            partial.write_bytes(code + hashlib.sha256(code).digest())
             Kernels(partial)
     except OSError as problem:
         raise UserError(f"{wanted} cannot be built: {problem}") from None
     load.cache_clear()
     return wanted
+
+
+def _is_intact(file: Path) -> bool:
+    """Whether a library ends with the digest of its other bytes, as `build` writes it.
+
+    A damaged library could end the process when it is loaded.
+    """
+    code = file.read_bytes()
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(code[:-size]).digest() == code[-size:]
 
 
 def _compile(command: list[str]) -> None:

@@ -73,6 +73,28 @@ def test_a_failed_build_leaves_nothing(
     assert not list((home / "reluformer").iterdir()) and not available()
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "text"])
+def test_a_damaged_library_is_ignored_and_built_again(
+    home: Path, kernels: library.Kernels, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = build()
+    code = file.read_bytes()
+    middle = len(code) // 2
+    file.unlink()  # This process has loaded it.
+    file.write_bytes({
+        "cut": code[:middle],
+        "changed": code[:middle] + bytes([code[middle] ^ 1]) + code[middle + 1 :],
+        "empty": b"",
+        "text": b"no library",
+    }[damage])  # fmt: skip
+    with caplog.at_level(logging.WARNING, "reluformer"):
+        assert not available()
+    assert [record.getMessage().count("\n") for record in caplog.records] == [0]
+    assert "is damaged" in caplog.text
+    assert build() == file and library._is_intact(file)
+    assert available()
+
+
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])
 def test_without_a_compiler_one_line_says_so(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str
