@@ -10,6 +10,9 @@ from reluformer.errors import UserError
 GENERATED = ("sample", "reverse", "copy")
 """Tasks that are generated in memory and need no preparation."""
 
+# Generated tasks are held in memory.
+_MOST_GENERATED = 10_000_000
+
 
 @dataclass(frozen=True)
 class GeneratedConfig:
@@ -32,6 +35,11 @@ class GeneratedConfig:
         check_fields(self)
         check_at_least(1, self, "train", "dev", "symbols")
         check_at_least(260, self, "vocab_size")
+        for name in ("train", "dev"):
+            if getattr(self, name) > _MOST_GENERATED:
+                raise UserError(
+                    f"{name} must be at most {_MOST_GENERATED}, got {getattr(self, name)}"
+                )
         if len(self.lengths) != 2 or not 1 <= self.lengths[0] <= self.lengths[1]:
             raise UserError(
                 f"lengths must be two whole numbers, 1 <= fewest <= most, got {list(self.lengths)}"

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from reluformer.config.checks import check_above_zero, check_at_least
+from reluformer.config.checks import check_at_least
 from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 
+LEAST_TEMPERATURE = 1e-6
 # Larger values overflow, or fill the memory. A length penalty may also be negative.
 _LARGEST = {"beam": 1000, "length_penalty": 20, "max_ratio": 1000, "max_extra": 10**6}
 
@@ -39,7 +40,11 @@ class SearchConfig:
         check_fields(self)
         check_at_least(1, self, "beam", "max_extra", "top_k")
         check_at_least(0, self, "max_ratio", "seed")
-        check_above_zero(self, "temperature")
+        # Logits divided by less overflow.
+        if self.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"temperature must be at least {LEAST_TEMPERATURE}, got {self.temperature}"
+            )
         for name, most in _LARGEST.items():
             if abs(getattr(self, name)) > most:
                 raise UserError(f"{name} must be at most {most}, got {getattr(self, name)}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from reluformer.config.schema import check_fields
+from reluformer.config.search import LEAST_TEMPERATURE
 from reluformer.errors import UserError
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.kv_cache import PagedLayerCache
@@ -46,6 +47,10 @@ class GenerationConfig:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not self.temperature >= 0:
             raise UserError(f"temperature must be at least 0, got {self.temperature}")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise UserError(
+                f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k must be at least 1, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -19,6 +19,7 @@ from reluformer.errors import UserError
         ({"beam": 10**9}, "beam must be at most 1000, got 1000000000"),
         ({"max_ratio": 1e308}, "max_ratio must be at most 1000, got 1e"),
         ({"max_extra": 10**18}, "max_extra must be at most 1000000, got 1"),
+        ({"temperature": 1e-320}, "temperature must be at least 1e-06, got 1e-320"),
         ({"max_ratio": -1}, "max_ratio must be at least 0, got -1"),
         ({"seed": 2**63}, r"seed must be between -2\^63 and 2\^63"),
         ({"top_p": "all"}, "top_p must be a number, got 'all'"),
