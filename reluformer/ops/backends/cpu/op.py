@@ -48,6 +48,8 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
         with torch.autocast("cpu", enabled=False):
             return attend(call, rule)
     plan = make_plan(call, rule)
+    if call.q.dtype == torch.bfloat16 and rule.power > 2 and not plan.is_native:
+        return _in_float32(call, rule)
     gamma = rule.gamma if isinstance(rule.gamma, Tensor) else None
     threshold = rule.threshold if isinstance(rule.threshold, Tensor) else None
     inputs = (plan, call.q, call.k, call.v, gamma, threshold)
@@ -63,6 +65,16 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
     if results[-1] and has_nonfinite(call.k, call.v):
         return _exact(call, rule)
     return KernelResult(results[0], results[1] if call.return_sums else None, results[2])
+
+
+def _in_float32(call: Call, rule: Rectified) -> KernelResult:
+    """The result of a bfloat16 call computed in float32.
+
+    Plain torch rounds scores to bfloat16, and the eighth power multiplies that error by eight.
+    """
+    wide = call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
+    result = attend(wide, rule)
+    return result._replace(output=result.output.to(call.q.dtype))
 
 
 def _exact(call: Call, rule: Rectified) -> KernelResult:

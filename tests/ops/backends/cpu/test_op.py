@@ -190,3 +190,30 @@ def test_decoding_without_any_key_reads_nothing() -> None:
     thresholds = torch.full((4,), -4.0)
     out = relu_attention(q, none, none, threshold=thresholds, row_normalise=1e-4, impl="cpu")
     assert out.shape == q.shape and not out.any()
+
+
+@pytest.mark.parametrize("power", [4, 8])
+@pytest.mark.parametrize("way", ["native", "torch"])
+def test_high_powers_of_bfloat16_are_as_accurate_as_the_reference(
+    power: int, way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounding of a score to bfloat16 would be multiplied by the power."""
+    if way == "native":
+        request.getfixturevalue("compiled")
+    else:
+        monkeypatch.setattr(library, "load", lambda: None)
+    source = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 512, 64, generator=source).bfloat16() for _ in range(4))
+
+    def run(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
+        threshold = torch.full((2,), -0.3, dtype=wide, requires_grad=True)
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        output = relu_attention(*leaves, causal=True, power=power, threshold=threshold, impl=impl)
+        gradients = torch.autograd.grad(output, [*leaves, threshold], grad.to(dtype))
+        return [t.double() for t in (output, *gradients)]
+
+    exact = run("reference", torch.float64)
+    for result, wanted in zip(run("cpu", torch.bfloat16), exact, strict=True):
+        # AMX rounds the weights once.
+        assert (result - wanted).norm() < 0.005 * wanted.norm()
