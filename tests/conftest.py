@@ -23,6 +23,7 @@ SLOW = (
     "tests/bench/test_command.py::test_a_quick_run",
     "tests/benchmarks/test_training.py",
     "tests/context_parallel/test_context_parallel.py",
+    "tests/fuzz/test_random_damage.py",
     "tests/model/test_learning.py",
     "tests/model/test_transformer.py::test_compiles",
     "tests/ops/backends/cpu/native/test_library.py",
