@@ -13,7 +13,8 @@ from reluformer.model import ModelConfig, ReLUFormer
 # Bytes of a parameter in training: weight, gradient, and two moments of Adam in float32.
 _BYTES_PER_PARAMETER = 16
 # Values that the backward pass keeps for a token: of the width in an encoder and a decoder layer,
-# and of the slots. Measured on the shipped recipes, to within a factor of 2.
+# and of the slots. Counted from the operations of a layer, not fitted to measurements; attention
+# maps of backends without fused kernels are not included.
 _ENCODER_WIDTHS, _DECODER_WIDTHS, _SLOTS = 12, 20, 3
 # Copies of the logits: logits, log-probabilities, gradient.
 _LOGITS = 3
