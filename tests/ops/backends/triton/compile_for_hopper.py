@@ -18,7 +18,14 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from reluformer.ops.backends.triton import plan, run_backward, run_decode, run_forward, tuning
+from reluformer.ops.backends.triton import (
+    plan,
+    run_append,
+    run_backward,
+    run_decode,
+    run_forward,
+    tuning,
+)
 from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
@@ -36,7 +43,7 @@ PATTERNS = {
     "asynchronous loads": "LDGSTS",
     "tensor memory loads": "UTMALDG",
 }
-PORTABLE = ("forward_kernel", "dkv_kernel", "dq_kernel", "decode_kernel")
+PORTABLE = ("forward_kernel", "dkv_kernel", "dq_kernel", "decode_kernel", "append_kernel")
 # Width and whether causal; two of the four combinations, where they suffice.
 SHAPES = ((64, True), (128, False))
 
@@ -107,6 +114,8 @@ def main() -> None:
             decode(width, rows, page, row_sums=True)
             COMPILER.label = f"{name}, row-normalised"
             decode(width, rows, page, row_normalise=1e-4)
+    COMPILER.label = "width 64"
+    append(64)
     for (width, causal), row_normalise in itertools.product(SHAPES, (0.0, 1e-4)):
         normalised = ", row-normalised" * (row_normalise > 0)
         COMPILER.label = f"width {width}, causal {causal}, power 4{normalised}"
@@ -202,6 +211,14 @@ def decode(
         width**-0.5, rows, 4096, causal=rows > 1, row_normalise=row_normalise
     )  # fmt: skip
     run_decode.decode(Problem(q, k, k, optional, settings), table, row_sums=row_sums)
+
+
+def append(width: int) -> None:
+    """Store three tokens of two sequences in pages of 64 tokens."""
+    new = torch.empty(2, 2, 3, width, dtype=torch.bfloat16)
+    pages = torch.empty(8, 2, 64, width, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    run_append.append(new, new, run_append.PagePool(pages, pages, table, lengths), None)
 
 
 if __name__ == "__main__":

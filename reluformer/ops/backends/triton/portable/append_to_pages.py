@@ -12,10 +12,13 @@ _ROWS = tl.constexpr(16)
 
 
 class AppendStrides(NamedTuple):
-    """Strides of new tokens [B, Hkv, T, D] and of pools [pages, Hkv, page size, D]."""
+    """Strides of new tokens [B, Hkv, T, D] and of pools [pages, Hkv, page size, D].
 
-    keys: HeadStrides
-    values: HeadStrides
+    No field is called `values`: inside a kernel that is an attribute of every Triton tuple.
+    """
+
+    new_keys: HeadStrides
+    new_values: HeadStrides
     key_pool: HeadStrides
     value_pool: HeadStrides
 
@@ -85,14 +88,15 @@ def append_kernel(
             inside = (slot >= first) & (slot < last)
             _copy_rows(
                 keys, key_pool,
-                b * strides.keys[0] + head * strides.keys[1] + new * strides.keys[2],
+                b * strides.new_keys[0] + head * strides.new_keys[1] + new * strides.new_keys[2],
                 page * strides.key_pool[0] + head * strides.key_pool[1]
                 + slot * strides.key_pool[2],
                 inside, CONFIG.D_PAD, CONFIG.D,
             )  # fmt: skip
             _copy_rows(
                 values, value_pool,
-                b * strides.values[0] + head * strides.values[1] + new * strides.values[2],
+                b * strides.new_values[0] + head * strides.new_values[1]
+                + new * strides.new_values[2],
                 page * strides.value_pool[0] + head * strides.value_pool[1]
                 + slot * strides.value_pool[2],
                 inside, CONFIG.DV_PAD, CONFIG.DV,
