@@ -2,6 +2,7 @@
 # make quick      lint, types, import contracts and the fast tests: for daily work
 # make test       lint, types, import contracts, printed numbers and the whole suite: before a merge
 # make test-all   the same with more generated examples and line coverage: before a release
+# make test-versions  the kernel tests with the newest Triton, on a CPU: after changes of kernels
 # make docs       build the documentation site into site/
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
 
-.PHONY: demo lint quick test test-all docs clean
+.PHONY: demo lint quick test test-all test-versions docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,9 +46,25 @@ test-all: $(KERNELS) lint
 	$(BIN)/python tools/check_numbers.py
 	$(PYTEST) -m "not gpu" --hypothesis-profile=release --cov --cov-report=term --cov-fail-under=90
 
+# A second environment, because an environment holds one version of Triton.
+VENV39  := .venv-triton39
+READY39 := $(VENV39)/.ready
+
+$(READY39): pyproject.toml constraints.txt constraints-triton39.txt
+	$(PYTHON) -m venv $(VENV39)
+	$(VENV39)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VENV39)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[plots]" entmax hypothesis pytest pytest-xdist
+	$(VENV39)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-triton39.txt
+	touch $@
+
+# Interpreter, emulator and compiled code; none of them needs a GPU.
+test-versions: $(READY39)
+	$(VENV39)/bin/pytest -n 2 --dist loadgroup -m "not release and not gpu" tests/ops/backends/triton
+
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf $(VENV) $(VENV39) site .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -81,8 +81,13 @@ def tile_arguments(problem: Problem) -> tuple[int, ...]:
 
 
 def has_ptx(problem: Problem) -> bool:
-    """Whether the kernels may contain inline PTX."""
-    return problem.q.is_cuda and torch.version.hip is None and not is_interpreting()
+    """Whether the kernels may contain inline PTX, which has arithmetic of pairs of bfloat16.
+
+    GPUs before Hopper (compute capability 9.0) do not have these instructions.
+    """
+    if not problem.q.is_cuda or torch.version.hip is not None or is_interpreting():
+        return False
+    return torch.cuda.get_device_capability(problem.q.device)[0] >= 9
 
 
 def is_interpreting() -> bool:

@@ -57,13 +57,16 @@ class FakeUtils:
 
 
 class FakeDriver:
-    """The driver of a Hopper GPU."""
+    """The driver of a GPU, by default a Hopper GPU."""
 
     utils = FakeUtils()
     launcher_cls = FakeLauncher
 
+    def __init__(self, capability: int = 90) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0

@@ -11,11 +11,8 @@ import pytest
 
 from reluformer.ops.backends.triton import versions
 
-KERNELS = {
-    "forward_kernel",
-    "dkv_kernel",
-    "dq_kernel",
-    "decode_kernel",
+PORTABLE = {"forward_kernel", "dkv_kernel", "dq_kernel", "decode_kernel"}
+KERNELS = PORTABLE | {
     "append_kernel",
     "hopper_forward_kernel",
     "hopper_dkv_kernel",
@@ -29,18 +26,25 @@ def _spill_limit(name: str) -> int:
     """Number of spill stores that a kernel may have.
 
     Decoding and kernels with a single loop do not spill. A second loop, which most tiles skip, may
-    take a tenth of the 240 registers of a thread from the code around it.
+    take a tenth of the 240 registers of a thread from the code around it. The assembler of Triton
+    3.9 spills more in the widest kernel, whose accumulators take 128 registers.
     """
+    if versions.installed() > (3, 6) and name.startswith("hopper_dkv_kernel width 128"):
+        return 72
     if name.startswith(("decode", "append")) or not any(word in name for word in TWO_LOOPS):
         return 0
     return 24
 
 
-def _script(name: str) -> Any:
+def _script(name: str, *arguments: str) -> Any:
     """Last line of the output of a script, run without Triton's interpreter."""
     path = Path(__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, str(path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -71,6 +75,21 @@ def test_hopper_code() -> None:
         if "dq" not in name and "power" not in name:
             # One instruction rectifies and packs two scores.
             assert code["packed rectifiers"] > 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "widths", "shared"),
+    # A100; RTX 4090, whose shared memory is too small for the tiles of width 128.
+    [("80", "64,128", 163 * 1024), ("89", "64", 99 * 1024)],
+)
+def test_code_for_older_gpus(capability: str, widths: str, shared: int) -> None:
+    kernels = _script("compile_for_ampere.py", capability, widths)
+    assert {name.split()[0] for name in kernels} == PORTABLE
+    for name, code in kernels.items():
+        assert code["shared"] <= shared, name
+        # A multiprocessor has 65,536 registers.
+        assert code["registers"] * code["threads"] <= 65536, name
 
 
 @pytest.mark.slow
