@@ -71,4 +71,4 @@ def test_the_warning_is_logged_once(
 def test_an_unknown_launcher_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "has_known_launcher", lambda: False)
     # Not even the attributes of the compiled kernel are read.
-    assert direct.direct_launch(object(), ()) is None
+    assert direct.direct_launch(object(), (), ()) is None
