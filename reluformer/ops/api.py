@@ -125,7 +125,10 @@ def attention(
 ) -> Tensor | AttentionResult:
     """Attend with the member of the family called `name` (see `reluformer.ATTENTIONS`).
 
-    A query row that sees no key gives zeros.
+    A query row that sees no key gives zeros. NaN or infinity in keys and values that a row cannot
+    see does not change the row. The exception is a fused kernel (Triton or SDPA) on a GPU: if
+    `causal`, `window` or `mask` hides the key, rows in the same tile as a row that sees it may be
+    NaN. Keys past `key_lengths` have no effect on any device.
 
     Args:
         name: Key of `reluformer.ATTENTIONS`.

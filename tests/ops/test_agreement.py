@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from benchmarks.agreement import WAYS, random_case, worst_error
 from reluformer.ops.backends.cpu.native import library
 
-BOUNDS = {"float64": (1e-11, 1e-7), "float32": (1e-4, 2e-2), "bfloat16": (0.08, 0.3)}
+BOUNDS = {"float64": (1e-11, 1e-7), "float32": (1e-4, 2e-2), "bfloat16": (0.03, 0.05)}
 """Largest errors of output and gradients, relative to the largest exact number."""
 
 

@@ -113,3 +113,21 @@ def test_compiled_reference() -> None:
     found = function("relu", q, k, v, causal=True)
     torch.testing.assert_close(found[:, :, :6], wanted[:, :, :6])
     assert found[:, :, 6:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_of_the_triton_kernels(rows: int, causal: bool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off")
+
+    def run(fill: float) -> list[Tensor]:
+        q, k, v = make(rows=rows, keys=9, width=16, value_width=16, dtype=torch.float32)
+        k[0, :, 4:], v[0, :, 4:] = fill, fill
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        lengths = torch.tensor([4, 9])
+        output = attention("relu", *leaves, key_lengths=lengths, causal=causal, impl="triton")
+        return [output, *torch.autograd.grad(output.sum(), leaves)]
+
+    for fill in (torch.nan, torch.inf):
+        torch.testing.assert_close(run(fill), run(0.0))

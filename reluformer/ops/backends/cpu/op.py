@@ -48,7 +48,7 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
         with torch.autocast("cpu", enabled=False):
             return attend(call, rule)
     plan = make_plan(call, rule)
-    if call.q.dtype == torch.bfloat16 and rule.power > 2 and not plan.is_native:
+    if call.q.dtype == torch.bfloat16 and not plan.is_native and _needs_float32(plan, rule):
         return _in_float32(call, rule)
     gamma = rule.gamma if isinstance(rule.gamma, Tensor) else None
     threshold = rule.threshold if isinstance(rule.threshold, Tensor) else None
@@ -67,11 +67,18 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
     return KernelResult(results[0], results[1] if call.return_sums else None, results[2])
 
 
-def _in_float32(call: Call, rule: Rectified) -> KernelResult:
-    """The result of a bfloat16 call computed in float32.
+def _needs_float32(plan: Plan, rule: Rectified) -> bool:
+    """Whether tables of bfloat16, in plain torch, would not be accurate enough.
 
-    Plain torch rounds scores to bfloat16, and the eighth power multiplies that error by eight.
+    They round scores, and the eighth power multiplies that error by eight. The gradients of a
+    threshold and of row-normalised weights are differences of large rounded numbers.
     """
+    sums = rule.row_normalise is not None or isinstance(rule.threshold, Tensor)
+    return rule.power > 2 or (plan.needs_grad and sums)
+
+
+def _in_float32(call: Call, rule: Rectified) -> KernelResult:
+    """The result of a bfloat16 call computed in float32."""
     wide = call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
     result = attend(wide, rule)
     return result._replace(output=result.output.to(call.q.dtype))
