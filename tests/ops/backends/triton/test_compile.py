@@ -26,8 +26,8 @@ def _spill_limit(name: str) -> int:
     """Number of spill stores that a kernel may have.
 
     Decoding and kernels with a single loop do not spill. A second loop, which most tiles skip, may
-    take a tenth of the 240 registers of a thread from the code around it. The assembler of Triton
-    3.9 spills more in the widest kernel, whose accumulators take 128 registers.
+    take a tenth of the 240 registers of a thread from the code around it. With Triton
+    3.9 the widest kernel was measured to spill up to 69 times; the cause is not known.
     """
     if versions.installed() > (3, 6) and name.startswith("hopper_dkv_kernel width 128"):
         return 72
