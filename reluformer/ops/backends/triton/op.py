@@ -142,8 +142,10 @@ def prepare(call: Call, rule: Rectified, options: Mapping[str, Any]) -> Prepared
     ):
         return None
     statistics = call.statistics if rule.row_normalise is None else max(call.statistics, 1)
-    result: Prepared | None = operators.host().prepared.prepare(_problem(call, rule), statistics)
-    return result
+    # Only now: it imports Triton.
+    from reluformer.ops.backends.triton import prepared
+
+    return prepared.prepare(_problem(call, rule), statistics)
 
 
 def _problem(call: Call, rule: Rectified) -> Problem:

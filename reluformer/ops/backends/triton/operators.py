@@ -75,14 +75,13 @@ class Host(NamedTuple):
     run_forward: Any
     run_backward: Any
     run_decode: Any
-    prepared: Any
 
 
 @cache
 def host() -> Host:
-    from reluformer.ops.backends.triton import prepared, run_backward, run_decode, run_forward
+    from reluformer.ops.backends.triton import run_backward, run_decode, run_forward
 
-    return Host(run_forward, run_backward, run_decode, prepared)
+    return Host(run_forward, run_backward, run_decode)
 
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
