@@ -7,7 +7,7 @@ from pathlib import Path
 from reluformer.data.text import DOCUMENT, is_border, lines
 from reluformer.errors import UserError
 
-# Of one file. A small compressed file can expand to any size.
+# Limit of one file. A small compressed file can expand to any size.
 _MOST_BYTES = 2**29
 
 Documents = list[list[str]]

@@ -107,8 +107,8 @@ def test_counts_by_hand() -> None:
     }
     for block, counts in by_hand.items():
         assert empty_blocks(weights != 0, visible, block).tolist() == counts
-    # Of the pages of two keys, the second is shut to both heads in the last row, to one before;
-    # where it is shut in the first row, nothing would be visible.
+    # A page has two keys. The second page is hidden from both heads in the last row and from one
+    # head in the row before. In the first row, where it is hidden too, none of its keys is visible.
     may_read = torch.ones(1, 2, 4, 2, dtype=torch.bool)
     may_read[0, :, [0, 3], 1] = may_read[0, 0, 2, 1] = False
     for heads, counts in ((1, [[2, 1], [6, 6]]), (2, [[1], [6]])):

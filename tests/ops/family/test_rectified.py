@@ -90,7 +90,7 @@ def test_a_leaky_slope_makes_weights_signed() -> None:
 
 
 def test_the_threshold_of_tra_is_the_reach_of_chance() -> None:
-    """Of n random cosines in D dimensions hardly one passes tau = sqrt(2 ln n / D)."""
+    """Hardly one of n random cosines in D dimensions passes tau = sqrt(2 ln n / D)."""
     q, k, v = (torch.randn(8, 1, 64, 64) for _ in range(3))
     weights = attention("tra", q, k, v, return_weights=True).weights
     assert float((weights > 0).sum(-1).float().mean()) < 1

@@ -188,7 +188,7 @@ class Program:
             assert not self.failures, "another partition has failed"
 
     def arrive(self, bar: SharedMemory, bytes: int = 0) -> None:
-        """Arrive once; the phase also needs so many bytes of copies."""
+        """Arrive once; the phase also needs this number of bytes from copies."""
         with self.changed:
             barrier: Barrier = bar.data[0]
             barrier.pending -= 1

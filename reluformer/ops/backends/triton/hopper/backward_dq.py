@@ -145,7 +145,7 @@ def _key_loop(
         k_held = streamed_tile(k_bufs, held, CONFIG)
         acc = warpgroup_mma(ds_operand, k_held, acc, use_acc=adds, is_async=True)  # [ROWS, D]
         if CONFIG.SIGNS:
-            # Of the next tile: a load from global memory takes longer than an iteration's products.
+            # Signs of the next tile: loading them takes longer than the products of an iteration.
             blocks += 128
             next_words = gl.load(blocks)
         ds, s, dp = _tile_gradients(
