@@ -97,10 +97,11 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     recipe = tiny(steps=2, dev_every=2, log_every=2, model__attention__row_sum_init=0.6)
     train(recipe, tmp_path)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("attention at the start | cross sum 0.6")
-    assert lines[1].startswith("step 2 loss ") and " tok/s | cross sum " in lines[1]
-    assert lines[2].startswith("step 2 dev nll ") and lines[2].endswith("(best)")
-    assert lines[3].startswith("finished at step 2")
+    assert lines[0].startswith("this run needs: ")
+    assert lines[1].startswith("attention at the start | cross sum 0.6")
+    assert lines[2].startswith("step 2 loss ") and " tok/s | cross sum " in lines[2]
+    assert lines[3].startswith("step 2 dev nll ") and lines[3].endswith("(best)")
+    assert lines[4].startswith("finished at step 2")
     train(recipe, tmp_path)
     again = f"{tmp_path} is finished already: {tmp_path / 'model'}\n"
     assert capsys.readouterr().err == again
