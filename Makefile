@@ -35,8 +35,13 @@ lint: $(READY)
 # One xdist worker runs all tests of a group, for example those that share processes.
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup
 
+# Folders and files whose tests take longest; `make test` runs them.
+LONG := tests/fuzz tests/study tests/ops/backends/triton tests/ops/test_frames.py \
+	tests/ops/test_hidden.py tests/ops/test_transforms.py tests/train/test_initialise.py \
+	tests/train/test_loop.py tests/translation/search/test_beam.py
+
 quick: $(KERNELS) lint
-	$(PYTEST) -m "not slow and not release and not gpu" --ignore=tests/ops/backends/triton
+	$(PYTEST) -m "not slow and not release and not gpu" $(LONG:%=--ignore=%)
 
 test: $(KERNELS) lint
 	$(BIN)/python tools/check_numbers.py
