@@ -50,6 +50,8 @@ __all__ = [
 # Modules that define the public names, lowest layer first. A new public name is added to the
 # imports above, for type checkers, and to `__all__`.
 _MODULES = ("errors", "ops", "model", "translation.translator")
+# Subpackages that are attributes of the package without an import of their own.
+_SUBPACKAGES = ("nn",)
 
 
 def __getattr__(name: str) -> Any:
@@ -60,6 +62,8 @@ def __getattr__(name: str) -> Any:
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)
                 return globals()[name]
+    if name in _SUBPACKAGES:
+        return import_module(f"reluformer.{name}")
     raise AttributeError(f"module 'reluformer' has no attribute {name!r}")
 
 

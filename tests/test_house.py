@@ -23,6 +23,8 @@ MIN_COMMENTS_PER_100_LINES = 8
 # Public functions have one keyword argument for each option of the operation.
 MANY_PARAMETERS = {
     "reluformer/context_parallel/sharded_attention.py::attention",
+    "reluformer/nn/core.py::forward",
+    "reluformer/nn/core.py::packed",
     "reluformer/ops/api.py::attention",
     "reluformer/ops/api.py::relu_attention",
     "reluformer/ops/paged_cache.py::__init__",

@@ -11,7 +11,7 @@ from reluformer.model import AttentionConfig, ReLUFormerLM, generation
 from reluformer.model.generation import Generated
 from tests.model.factory import small, tokens
 
-PAGED = ("relu", "relu_n", "squared_relu", "squared_relu_n2")
+PAGED = ("relu", "normalised_relu", "relu_n", "squared_relu", "squared_relu_n2")
 LENGTHS = torch.tensor([9, 1, 5])
 
 

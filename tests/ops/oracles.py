@@ -52,6 +52,22 @@ def relu(
     return weights
 
 
+def normalised_relu(
+    row: Row,
+    gamma: float | None = None,
+    length_exponent: float = 1.0,
+    power: int = 4,
+    threshold: float | None = None,
+    row_normalise: float = 1e-4,
+) -> Numbers:
+    # With the defaults this is (1 + s/4)^4 / n before normalisation.
+    start = -power if threshold is None else threshold
+    divisor = 2 * power**power if gamma is None else gamma
+    weights = relu(row, divisor, length_exponent, power, start)
+    total = sum(weights)
+    return [w / (total + row_normalise) for w in weights]
+
+
 def tra(row: Row, beta: float = 1.0, kappa: float = 1.0, power: float = 2) -> Numbers:
     tau = beta * math.sqrt(2 * max(math.log(row.n / kappa), 0) / row.width)
     return [max(s - tau, 0) ** power for s in row.s]
@@ -205,6 +221,7 @@ def _regroup(flat: Numbers, like: list[Numbers]) -> list[Numbers]:
 
 ORACLES: dict[str, Oracle] = {
     "relu": Oracle(relu),
+    "normalised_relu": Oracle(normalised_relu),
     "softmax": Oracle(softmax, total=1),
     "relu_n": Oracle(
         lambda row, length_exponent=1.0: [max(s, 0) / row.n**length_exponent for s in row.s]

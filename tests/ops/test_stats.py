@@ -36,9 +36,16 @@ def test_statistics_are_those_of_the_returned_weights(name: str) -> None:
     mask = torch.rand(2, 4, 4, 5) > 0.3
     mask[1, 2, 3] = False
     result = attention(name, q, k, v, mask=mask, return_weights=True, return_stats=True)
+    row_sum = result.weights.abs().sum(dim=-1)
+    if name == "normalised_relu":
+        # Row sums are those before normalisation.
+        before = {"power": 4, "threshold": -4.0, "gamma": 512.0, "length_exponent": 1.0}
+        row_sum = attention("relu", q, k, v, mask=mask, return_weights=True, **before).weights
+        row_sum = row_sum.sum(dim=-1)
     for index in torch.ones(2, 4, 4).nonzero().tolist():
         place = tuple(index)
         expected = _direct(result.weights[place][mask[place]].tolist())
+        expected["row_sum"] = float(row_sum[place])
         for field, value in expected.items():
             found = float(getattr(result.stats, field)[place])
             assert found == pytest.approx(value, rel=1e-9, abs=1e-11), field

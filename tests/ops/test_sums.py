@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from reluformer import RowSums, attention
 from reluformer.errors import UserError
@@ -38,10 +39,13 @@ def test_sums_are_those_of_the_statistics(name: str, level: SumsLevel) -> None:
     for field, tensor in found.sums._asdict().items():
         if tensor is not None:
             expected = getattr(wanted.stats, field)
-            assert_same(tensor, expected)
+            # The sums take the entropy from the weights before row normalisation.
+            rounds = name == "normalised_relu" and field == "entropy"
+            close = partial(assert_close, rtol=1e-9, atol=1e-12) if rounds else assert_same
+            close(tensor, expected)
             assert tensor.requires_grad is (field != "visible")
             if tensor.requires_grad:
-                assert_same(gradients(tensor, [q, k]), gradients(expected, [q, k]))
+                close(gradients(tensor, [q, k]), gradients(expected, [q, k]))
 
 
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(0, 700), st.integers(1, 9))

@@ -4,6 +4,7 @@ Each function takes its options and returns a `Rectified` rule, which the fused 
 the scaled score, n the number of keys the row can see.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -27,6 +28,30 @@ def relu(
     With `row_normalise`, a row is divided by its sum plus that number, which the paper does not do.
     """
     return Rectified(gamma, length_exponent, power, threshold, negative_slope, row_normalise)
+
+
+def normalised_relu(
+    *,
+    gamma: float | Tensor | None = None,
+    length_exponent: float = 1.0,
+    power: int = 4,
+    threshold: float | Tensor | None = None,
+    row_normalise: float = 1e-4,
+) -> Rectified:
+    """ReLU(s - threshold)^power / (gamma (n/2)^length_exponent), divided by its row sum.
+
+    The default threshold is -power and the default gamma 2 power^power: before normalisation a
+    weight is then ReLU(1 + s/power)^power / n, which is close to e^s / n for small scores, and a
+    row of zero scores sums to 1. `row_normalise` is added to each row sum before the division.
+    """
+    if row_normalise is None:
+        raise UserError("row_normalise must be a finite number above 0, got None")
+    rule = Rectified(1.0, length_exponent, power, row_normalise=row_normalise)
+    return replace(
+        rule,
+        gamma=2.0 * power**power if gamma is None else gamma,
+        threshold=-float(power) if threshold is None else threshold,
+    )
 
 
 def relu_n(*, length_exponent: float = 1.0) -> Rectified:

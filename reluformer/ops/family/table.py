@@ -13,6 +13,13 @@ _ROWS = (
         learned={"gamma": "head", "threshold": "head"},
     ),
     Attention(
+        "normalised_relu",
+        "r / (sum r + 1e-4), r = ReLU(s - threshold)^power / (gamma (n/2)^length_exponent)",
+        "this library, after Shen et al. 2023, arXiv 2302.06461: docs/training-relu-attention.md",
+        rule=rectified.normalised_relu,
+        learned={"gamma": "head", "threshold": "head"},
+    ),
+    Attention(
         "softmax",
         "exp(s) / sum exp(s)",
         "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762",
