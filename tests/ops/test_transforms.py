@@ -166,3 +166,13 @@ torch.testing.assert_close(found, q.grad)
 def test_compilation_is_the_first_thing_in_a_process() -> None:
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_softmax_on_a_gpu_is_one_graph() -> None:
+    # The question whether inference mode is on, asked on GPUs only, cannot be traced.
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 16, 64, device="cuda")
+        function = torch.compile(
+            lambda q: attention("softmax", q, q, q), fullgraph=True, backend="eager"
+        )
+        assert function(q).shape == q.shape

@@ -156,6 +156,7 @@ def _run(call: Call) -> AttentionResult:
 
 def _kernels(call: Call) -> AbstractContextManager[Any]:
     """Context that leaves out cuDNN during generation, where the KV length changes every step."""
-    if call.q.is_cuda and torch.is_inference_mode_enabled():
+    # `torch.compile` does not trace the question whether inference mode is on.
+    if call.q.is_cuda and is_untraced(call.q) and torch.is_inference_mode_enabled():
         return sdpa_kernel(_WITHOUT_PLANS)
     return nullcontext()
