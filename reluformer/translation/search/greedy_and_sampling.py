@@ -8,34 +8,39 @@ from torch import Tensor
 from reluformer.config.search import SearchConfig
 from reluformer.model import ReLUFormer
 from reluformer.model.sampling import draw
-from reluformer.translation.search.task import Decoder, Hypothesis, Task
+from reluformer.translation.search.task import Decoder, Hypothesis, StepDecoder, Task
 
-Choose = Callable[[Tensor, Decoder], Tensor]
+Choose = Callable[[Tensor, StepDecoder], Tensor]
 """A function from logits [B, vocabulary], -inf for banned tokens, to tokens [B]."""
 
 
+@torch.inference_mode()
 def greedy(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
     """Append the most likely token until it is the end token."""
-    return _follow(model, task, config, lambda logits, _: logits.argmax(dim=-1))
-
-
-def sample(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
-    """Sample token by token, with a random stream for each seed and sentence key."""
-    numbers = _uniform(task, config.seed)
-
-    def choose(logits: Tensor, decoder: Decoder) -> Tensor:
-        drawn = numbers[decoder.indices.cpu(), decoder.length].to(logits.device)
-        return draw(logits, drawn, config)
-
-    return _follow(model, task, config, choose)
+    decoder = Decoder(model, task, beams=1)
+    return _follow(decoder, config, lambda logits, _: logits.argmax(dim=-1))
 
 
 @torch.inference_mode()
-def _follow(
-    model: ReLUFormer, task: Task, config: SearchConfig, choose: Choose
-) -> list[Hypothesis]:
-    results: list[Hypothesis | None] = [None] * len(task.sources)
-    decoder = Decoder(model, task, beams=1)
+def sample(model: ReLUFormer, task: Task, config: SearchConfig) -> list[Hypothesis]:
+    """Sample token by token, with a random stream for each seed and sentence key."""
+    return sample_with(Decoder(model, task, beams=1), task, config)
+
+
+@torch.inference_mode()
+def sample_with(decoder: StepDecoder, task: Task, config: SearchConfig) -> list[Hypothesis]:
+    """`sample` with a decoder that has done no step."""
+    numbers = _uniform(task, config.seed)
+
+    def choose(logits: Tensor, decoder: StepDecoder) -> Tensor:
+        drawn = numbers[decoder.indices.cpu(), decoder.length].to(logits.device)
+        return draw(logits, drawn, config)
+
+    return _follow(decoder, config, choose)
+
+
+def _follow(decoder: StepDecoder, config: SearchConfig, choose: Choose) -> list[Hypothesis]:
+    results: list[Hypothesis | None] = [None] * len(decoder)
     sums = torch.zeros(len(decoder), device=decoder.last.device)
     history = torch.zeros(len(decoder), 0, dtype=torch.long, device=decoder.last.device)
     while len(decoder):
@@ -44,7 +49,7 @@ def _follow(
         sums = sums + (logits.gather(1, tokens.unsqueeze(-1)) - total).squeeze(-1)
         decoder.advance(tokens)
         history = torch.cat([history, tokens.unsqueeze(-1)], dim=1)
-        ends = tokens == model.config.eos_id
+        ends = tokens == decoder.config.eos_id
         if not ends.any():
             continue
         for row in ends.nonzero().flatten().tolist():

@@ -1,5 +1,6 @@
 """Common parts of the searches: the task, hypotheses, and the model run step by step."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from torch import Tensor
 from reluformer.config.search import SearchConfig
 from reluformer.data.batches import pad_sources
 from reluformer.errors import UserError
-from reluformer.model import ReLUFormer
+from reluformer.model import ModelConfig, ReLUFormer
 from reluformer.model.kv_cache import DecoderState
 from reluformer.model.records import KeyValues
 
@@ -62,43 +63,33 @@ class Task:
         )
 
 
-class Decoder:
-    """The model's decoder, run step by step on the unfinished sentences of a task.
+class StepDecoder(ABC):
+    """A decoder that runs step by step on the unfinished sentences of a task.
 
     Attributes:
         beams: Rows of each sentence.
         length: Tokens decoded so far.
-        state: KV caches of the decoder.
         indices: Index in the task of each unfinished sentence, [B].
         shortest: Minimum length of each translation, [B].
         longest: Maximum length of each translation, [B].
         last: Last token of each row, [B * beams, 1].
     """
 
-    def __init__(self, model: ReLUFormer, task: Task, beams: int) -> None:
-        if model.training:
-            raise UserError("the model is in training mode, but a search needs model.eval()")
-        self.model, self.beams, self.length = model, beams, 0
-        device = model.target_embedding.weight.device
-        source, lengths = (t.to(device) for t in pad_sources(task.sources))
-        padded = bool((lengths < source.shape[1]).any())
-        # Without padding no mask is needed, and a mask costs time in every step.
-        self.state: DecoderState = model.start(model.encode(source, lengths if padded else None))
-        # Cross-attention reads them in every step and would first copy strided tensors.
-        self.state.source = [
-            KeyValues(keys.contiguous(), values.contiguous()) for keys, values in self.state.source
-        ]
+    def __init__(self, config: ModelConfig, task: Task, beams: int, device: torch.device) -> None:
+        self.config, self.beams, self.length = config, beams, 0
         self.indices = torch.arange(len(task.sources), device=device)
         self.shortest = torch.tensor(list(task.shortest), device=device)
         self.longest = torch.tensor(list(task.longest), device=device)
-        self.banned = torch.tensor(
-            [model.config.pad_id, model.config.bos_id, *task.banned], device=device
-        )
-        self.last = torch.full((len(task.sources) * beams, 1), model.config.bos_id, device=device)
+        self.banned = torch.tensor([config.pad_id, config.bos_id, *task.banned], device=device)
+        self.last = torch.full((len(task.sources) * beams, 1), config.bos_id, device=device)
 
     def __len__(self) -> int:
         """Number of unfinished sentences."""
         return len(self.indices)
+
+    @abstractmethod
+    def next_logits(self) -> tuple[Tensor, Tensor]:
+        """Logits [B * beams, vocabulary] after `last`, and their log-sum-exp [B * beams, 1]."""
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Compute the logits of the next token.
@@ -107,9 +98,8 @@ class Decoder:
             Logits [B * beams, vocabulary], -inf for tokens that are not allowed, and their
             log-sum-exp [B * beams, 1] over all tokens. Their difference is the log-probability.
         """
-        eos = self.model.config.eos_id
-        logits = self.model.decode(self.last, self.state)[:, -1].float()
-        total = logits.logsumexp(dim=-1, keepdim=True)
+        eos = self.config.eos_id
+        logits, total = self.next_logits()
         if not total.isfinite().all():
             raise UserError("the model's output is not finite; its weights are damaged")
         logits[:, self.banned] = -torch.inf
@@ -132,7 +122,39 @@ class Decoder:
         """Drop all sentences but those with the given indices into the unfinished ones."""
         rows = sentences.unsqueeze(-1) * self.beams
         rows = (rows + torch.arange(self.beams, device=rows.device)).flatten()
-        self.state.select_sentences(sentences)
         self.last = self.last[rows]
         self.indices = self.indices[sentences]
         self.shortest, self.longest = self.shortest[sentences], self.longest[sentences]
+
+
+class Decoder(StepDecoder):
+    """The decoder of a model in torch.
+
+    Attributes:
+        state: KV caches of the decoder.
+    """
+
+    def __init__(self, model: ReLUFormer, task: Task, beams: int) -> None:
+        if model.training:
+            raise UserError("the model is in training mode, but a search needs model.eval()")
+        device = model.target_embedding.weight.device
+        super().__init__(model.config, task, beams, device)
+        self.model = model
+        source, lengths = (t.to(device) for t in pad_sources(task.sources))
+        padded = bool((lengths < source.shape[1]).any())
+        # Without padding no mask is needed, and a mask costs time in every step.
+        self.state: DecoderState = model.start(model.encode(source, lengths if padded else None))
+        # Cross-attention reads them in every step and would first copy strided tensors.
+        self.state.source = [
+            KeyValues(keys.contiguous(), values.contiguous()) for keys, values in self.state.source
+        ]
+
+    def next_logits(self) -> tuple[Tensor, Tensor]:
+        """Logits after the last tokens, which the caches then hold."""
+        logits = self.model.decode(self.last, self.state)[:, -1].float()
+        return logits, logits.logsumexp(dim=-1, keepdim=True)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Drop all sentences but those with the given indices, also from the caches."""
+        super().keep(sentences)
+        self.state.select_sentences(sentences)

@@ -35,7 +35,7 @@ PROBLEM = struct.Struct(
 """Layout of `Problem` in `problem.h`. A `ctypes.Structure` takes five times as long to fill."""
 
 _SOURCES = Path(__file__).parent
-_MAIN = "attention.cpp"
+_UNITS = ("attention.cpp", "decoder/decoder.cpp")
 _TARGET = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w")
 _OPTIONS = (*_TARGET, "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
 _COMPILERS = ("g++", "c++", "clang++")
@@ -46,6 +46,8 @@ class Kernels:
 
     def __init__(self, file: Path) -> None:
         self.file, library = file, ctypes.CDLL(str(file))
+        self.library = library
+        """The whole library, with the functions of `decoder/decoder.cpp`."""
         for name in ("problem_size", "few_rows", "multiplies_bf16"):
             getattr(library, name).restype = ctypes.c_int64
         assert library.problem_size() == PROBLEM.size
@@ -98,7 +100,7 @@ def path(folder: Path | None = None) -> Path:
     digest = hashlib.sha256(
         " ".join((*_OPTIONS, "sha256 at the end", platform.machine(), _processor())).encode()
     )
-    for source in [*sorted(_SOURCES.glob("*.h")), _SOURCES / _MAIN]:
+    for source in sorted([*_SOURCES.rglob("*.h"), *_SOURCES.rglob("*.cpp")]):
         digest.update(source.read_bytes())
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "reluformer")
@@ -115,7 +117,8 @@ def build(folder: Path | None = None) -> Path:
         raise UserError(f"CXX must name a C++ compiler where none of {_COMPILERS} is installed")
     try:
         with atomic_path(wanted) as partial:
-            _compile([*compiler.split(), *_OPTIONS, str(_SOURCES / _MAIN), "-o", str(partial)])
+            units = [str(_SOURCES / unit) for unit in _UNITS]
+            _compile([*compiler.split(), *_OPTIONS, *units, "-o", str(partial)])
             code = partial.read_bytes()
             # Loaders ignore bytes after the last section.
             partial.write_bytes(code + hashlib.sha256(code).digest())
@@ -144,7 +147,7 @@ def _compile(command: list[str]) -> None:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["it says nothing"]
         first = next((line for line in lines if "error" in line), lines[-1])
-        raise UserError(f"{command[0]} cannot compile {_MAIN}: {first.strip()}")
+        raise UserError(f"{command[0]} cannot compile {_UNITS[0]}: {first.strip()}")
 
 
 def _typed(function: Any, result: Any, *more: Any) -> Any:

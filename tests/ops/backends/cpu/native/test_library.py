@@ -135,8 +135,10 @@ def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(library, "_processor", lambda: "another")
     assert library.path(tmp_path) != before
     monkeypatch.undo()
-    for source in library._SOURCES.glob("*.[hc]*"):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
+    for source in library._SOURCES.rglob("*.[hc]*"):
+        copy = tmp_path / source.relative_to(library._SOURCES)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(source.read_bytes())
     monkeypatch.setattr(library, "_SOURCES", tmp_path)
     assert library.path(tmp_path) == before
     (tmp_path / HEADER.name).write_text("// Other.", encoding="utf-8")

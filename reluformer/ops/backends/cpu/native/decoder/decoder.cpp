@@ -1,0 +1,85 @@
+// Translation on the CPU without torch: the functions that Python calls.
+//
+// A model copies and packs its weights. Any number of searches may use a model at the same time;
+// a search belongs to one caller at a time.
+
+#include "search.h"
+
+namespace {
+
+template <class F>
+auto guarded(F f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Sizes of the structures, which Python compares with its own.
+int64_t model_description_size() { return sizeof(ModelDescription); }
+int64_t task_description_size() { return sizeof(TaskDescription); }
+
+// Instructions that multiply int8.
+const char* int8_instructions() {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return "VNNI";
+#elif defined(__AVX512BW__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "NEON";
+#else
+  return "plain";
+#endif
+}
+
+// Objects are null if memory is exhausted.
+Model* model_new(const ModelDescription* d) {
+  return guarded([&] { return new Model(*d); });
+}
+void model_free(Model* model) { delete model; }
+
+// Encodes the sources.
+Search* search_new(const Model* model, const TaskDescription* task) {
+  return guarded([&] { return new Search(*model, *task); });
+}
+void search_free(Search* search) { delete search; }
+int64_t search_run(Search* search, int64_t steps) { return search->run(steps); }
+int64_t search_ended(const Search* search, int64_t sentence) {
+  return int64_t(search->hypotheses(sentence).size());
+}
+void search_hypothesis(const Search* search, int64_t sentence, int64_t number,
+                       HypothesisDescription* to) {
+  const Hypothesis& h = search->hypotheses(sentence)[number];
+  *to = {h.tokens.data(), int64_t(h.tokens.size()), h.log_probability, h.score, h.is_complete};
+}
+void search_counts(const Search* search, Counts* to) { *to = search->counts(); }
+
+// For searches that decide in Python: logits [rows, vocabulary] of the next tokens, and their log-sums.
+Decoder* decoder_new(const Model* model, const TaskDescription* task) {
+  return guarded([&] { return new Decoder(*model, *task); });
+}
+void decoder_free(Decoder* decoder) { delete decoder; }
+int64_t decoder_step(Decoder* decoder, const Row* rows, int64_t count, float* logits, float* totals) {
+  try {
+    decoder->prepare({rows, rows + count});
+  } catch (const std::bad_alloc&) {
+    return Search::OUT_OF_MEMORY;
+  }
+#pragma omp parallel num_threads(decoder->threads)
+  decoder->run(Team::current());
+  int64_t vocabulary = decoder->sizes.vocabulary;
+  for (int64_t r = 0; r < count; r++) {
+    memcpy(logits + r * vocabulary, decoder->output().row(r), vocabulary * sizeof(float));
+    totals[r] = decoder->log_sum(r);
+  }
+  return count;
+}
+
+}  // extern "C"

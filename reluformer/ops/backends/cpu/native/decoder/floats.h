@@ -1,0 +1,108 @@
+// Products of a few rows with packed tables of float32 or bfloat16.
+//
+// A table [inputs, outputs] is packed in panels of COLUMNS outputs, [outputs / COLUMNS, inputs,
+// COLUMNS]: a panel is read once, from start to end, for each block of at most ROWS rows. Every sum
+// is computed in the same order for every number of rows, so that results do not depend on the batch.
+#pragma once
+
+#include "../vectors.h"
+
+#include <algorithm>
+#include <type_traits>
+
+// A block of outputs in registers: ROWS rows of VECS vectors.
+constexpr int VECS = 4;
+constexpr int64_t COLUMNS = VECS * LANES;
+#if defined(__AVX__) && !defined(__AVX512F__)
+constexpr int ROWS = 2;
+#else
+constexpr int ROWS = 6;
+#endif
+
+// Chosen rows of a panel that are prefetched ahead of their use.
+constexpr int64_t AHEAD = 16;
+
+inline int64_t divide_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }
+inline int64_t padded(int64_t size, int64_t unit) { return divide_up(size, unit) * unit; }
+
+// Calls f with the number of rows, 1 to ROWS, as a compile-time constant.
+template <int R = ROWS, class F>
+inline void with_rows(int64_t rows, F f) {
+  if constexpr (R > 1) {
+    if (rows < R) return with_rows<R - 1>(rows, f);
+  }
+  f(std::integral_constant<int, R>());
+}
+
+inline void read_columns(const float* from, vec (&to)[VECS]) { memcpy(to, from, sizeof to); }
+
+// Two vectors of bfloat16 alternate, so that a shift and a mask extract them.
+inline void read_columns(const bf16* from, vec (&to)[VECS]) {
+  bits words[VECS / 2];
+  memcpy(words, from, sizeof words);
+  for (int v = 0; v < VECS; v += 2) {
+    to[v] = (vec)(words[v / 2] << 16);
+    to[v + 1] = (vec)(words[v / 2] & 0xffff0000u);
+  }
+}
+
+// Place of a column in a row of a panel.
+template <class T>
+inline int64_t place_of(int64_t column) {
+  if (std::is_same_v<T, float>) return column;
+  int64_t v = column / LANES;
+  return v / 2 * 2 * LANES + column % LANES * 2 + v % 2;
+}
+
+// total [R, COLUMNS] = x [R, count] times `count` rows of a panel: the first ones, or the `chosen`.
+template <int R, bool CHOSEN, class T>
+inline void multiply_panel(const float* x, int64_t stride, const T* panel, const int32_t* chosen,
+                           int64_t count, vec (&total)[R][VECS]) {
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECS; v++) total[r][v] = vec{};
+  for (int64_t k = 0; k < count; k++) {
+    const T* row = panel + (CHOSEN ? chosen[k] : k) * COLUMNS;
+    if (CHOSEN) {
+      const char* next = (const char*)(panel + chosen[std::min(k + AHEAD, count - 1)] * COLUMNS);
+      for (size_t line = 0; line < COLUMNS * sizeof(T); line += 64) __builtin_prefetch(next + line);
+    }
+    vec w[VECS];
+    read_columns(row, w);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; v++) total[r][v] += x[r * stride + k] * w[v];
+  }
+}
+
+// Packs a table whose element for an input and an output is at from[input * a + output * b].
+template <class T>
+inline void pack_panels(T* to, const T* from, int64_t inputs, int64_t a, int64_t outputs, int64_t b) {
+  int64_t panels = divide_up(outputs, COLUMNS);
+  memset(to, 0, panels * inputs * COLUMNS * sizeof(T));
+  for (int64_t p = 0; p < panels; p++)
+    for (int64_t k = 0; k < inputs; k++) {
+      T* row = to + (p * inputs + k) * COLUMNS;
+      int64_t columns = std::min(COLUMNS, outputs - p * COLUMNS);
+      for (int64_t c = 0; c < columns; c++)
+        row[place_of<T>(c)] = from[k * a + (p * COLUMNS + c) * b];
+    }
+}
+
+// Rows of a block with the inputs that are 0 in all of them left out: x' [R, count] and the list of
+// the inputs that remain. Returns their number.
+inline int64_t leave_out_zeros(const float* x, int64_t stride, int64_t rows, int64_t inputs,
+                               float* kept, int64_t kept_stride, int32_t* chosen) {
+  int64_t count = 0;
+  for (int64_t k = 0; k < inputs; k++) {
+    bool any = false;
+    for (int64_t r = 0; r < rows; r++) {
+      float value = x[r * stride + k];
+      kept[r * kept_stride + count] = value;
+      any |= value != 0;
+    }
+    chosen[count] = int32_t(k);
+    count += any;
+  }
+  return count;
+}

@@ -1,0 +1,243 @@
+// Packed tables of weights of every kind, and rows of activations prepared for them.
+#pragma once
+
+#include "bytes.h"
+#include "description.h"
+#include "team.h"
+
+#include <vector>
+
+// Rows of a product that one thread computes with the same panel.
+constexpr int64_t GROUP = 8 * ROWS;
+
+// Activations [rows, stride] in float32, and for int8 tables quantised.
+struct Rows {
+  Kind kind;
+  int64_t width, stride;
+  Buffer<float> values, scales;
+  Buffer<uint8_t> bytes;
+
+  Rows(Kind kind, int64_t width) : kind(kind), width(width), stride(padded(width, COLUMNS)) {}
+
+  // One row more than needed, because vectors may be read beyond the end of a head.
+  void reserve(int64_t rows) {
+    values.reserve((rows + 1) * stride);
+    scales.reserve(rows);
+    if (kind == INT8) bytes.reserve(rows * stride);
+  }
+  float* row(int64_t r) const { return values + r * stride; }
+
+  // Quantises row r once its values are final.
+  void finish(int64_t r) {
+    if (kind == INT8) scales[r] = quantise(row(r), width, bytes + r * stride, OFFSET);
+  }
+};
+
+inline std::vector<float> copied(const float* from, int64_t count, int64_t unit) {
+  std::vector<float> to(padded(count, unit));
+  if (from) std::copy(from, from + count, to.begin());
+  return to;
+}
+
+// Calls f(panel, first row, rows) for blocks of at most ROWS rows; threads share panels and groups.
+template <class F>
+inline void for_blocks(const Team& team, int64_t panels, int64_t rows, F f) {
+  int64_t groups = divide_up(rows, GROUP);
+  team.for_units(panels * groups, [&](int64_t unit) {
+    int64_t panel = unit / groups, first = unit % groups * GROUP;
+    int64_t last = std::min(first + GROUP, rows);
+    for (int64_t r = first; r < last; r += ROWS) f(panel, r, std::min<int64_t>(ROWS, last - r));
+  });
+}
+
+// A linear layer: out = x W^T + bias.
+class Table {
+ public:
+  Table(const TableDescription& d, const float* bias)
+      : kind(Kind(d.kind)), outputs(d.height), inputs(d.width),
+        panels(divide_up(outputs, COLUMNS)), quads(divide_up(inputs, 4)),
+        bias(copied(bias, outputs, COLUMNS)), scales(copied(d.scales, outputs, COLUMNS)) {
+    if (kind == FLOAT32) pack<float>(d.rows);
+    if (kind == BFLOAT16) pack<bf16>(d.rows);
+    if (kind != INT8) return;
+    const int8_t* rows = (const int8_t*)d.rows;
+    data.reserve(panels * quads * COLUMNS * 4);
+    pack_dense_bytes((int8_t*)data.get(), rows, inputs, outputs);
+    offsets.resize(panels * COLUMNS);
+    for (int64_t o = 0; o < outputs; o++)
+      for (int64_t i = 0; i < inputs; i++) offsets[o] += OFFSET * rows[o * inputs + i];
+  }
+
+  // out [rows, stride] = x W^T + bias, or that is added to out. The stride is a multiple of COLUMNS.
+  void multiply(const Team& team, const Rows& x, int64_t rows, float* out, int64_t stride,
+                bool add = false) const {
+    for_blocks(team, panels, rows, [&](int64_t panel, int64_t first, int64_t count) {
+      with_rows(count, [&](auto R) {
+        vec total[R][VECS];
+        block<R>(x, first, panel, total);
+        for (int r = 0; r < R; r++)
+          for (int v = 0; v < VECS; v++) {
+            float* to = out + (first + r) * stride + panel * COLUMNS + v * LANES;
+            vec y = total[r][v] + load(bias.data() + panel * COLUMNS + v * LANES);
+            store(to, add ? load(to) + y : y);
+          }
+      });
+    });
+  }
+
+  // Row n of W, of an embedding for example, times a factor.
+  void read_row(int64_t n, float factor, float* out) const {
+    int64_t panel = n / COLUMNS, column = n % COLUMNS;
+    for (int64_t i = 0; i < inputs; i++) {
+      int64_t row = (panel * inputs + i) * COLUMNS;
+      if (kind == FLOAT32) out[i] = factor * ((float*)data.get())[row + column];
+      if (kind == BFLOAT16) out[i] = factor * wide(((bf16*)data.get())[row + place_of<bf16>(column)]);
+      if (kind == INT8) {
+        int64_t at = ((panel * quads + i / 4) * COLUMNS + column) * 4 + i % 4;
+        out[i] = factor * (scales[n] * ((int8_t*)data.get())[at]);
+      }
+    }
+  }
+
+  const Kind kind;
+  const int64_t outputs, inputs;
+
+ private:
+  template <class T>
+  void pack(const void* rows) {
+    data.reserve(panels * inputs * COLUMNS * sizeof(T));
+    pack_panels((T*)data.get(), (const T*)rows, inputs, 1, outputs, inputs);
+  }
+
+  template <int R>
+  void block(const Rows& x, int64_t first, int64_t panel, vec (&total)[R][VECS]) const {
+    const float* values = x.row(first);
+    if (kind == FLOAT32)
+      multiply_panel<R, false>(values, x.stride, (float*)data.get() + panel * inputs * COLUMNS,
+                               nullptr, inputs, total);
+    if (kind == BFLOAT16)
+      multiply_panel<R, false>(values, x.stride, (bf16*)data.get() + panel * inputs * COLUMNS,
+                               nullptr, inputs, total);
+    if (kind != INT8) return;
+    ints sums[R][VECS];
+    multiply_dense_bytes<R>(x.bytes + first * x.stride, x.stride,
+                            (int8_t*)data.get() + panel * quads * COLUMNS * 4, quads, sums);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < VECS; v++) {
+        int64_t column = panel * COLUMNS + v * LANES;
+        ints offset;
+        memcpy(&offset, offsets.data() + column, sizeof offset);
+        vec exact = __builtin_convertvector(sums[r][v] - offset, vec);
+        total[r][v] = exact * (x.scales[first + r] * load(scales.data() + column));
+      }
+  }
+
+  int64_t panels, quads;
+  std::vector<float> bias, scales;
+  std::vector<int32_t> offsets;
+  Buffer<char> data;
+};
+
+// Weights of slots, at least 0, with the slots left out that no row of a block of ROWS rows reads.
+struct SlotWeights {
+  Kind kind;
+  int64_t slots, stride;
+  Buffer<float> kept, scales;
+  Buffer<uint8_t> quantised, bytes;
+  Buffer<int32_t> chosen, counts;
+
+  SlotWeights(Kind kind, int64_t slots) : kind(kind), slots(slots), stride(padded(slots, 64)) {}
+
+  void reserve(int64_t rows) {
+    int64_t blocks = divide_up(rows, ROWS);
+    chosen.reserve(blocks * stride);
+    counts.reserve(blocks);
+    scales.reserve(blocks * ROWS);
+    if (kind != INT8) return kept.reserve(blocks * ROWS * stride);
+    quantised.reserve(blocks * ROWS * stride);
+    bytes.reserve(blocks * ROWS * stride);
+  }
+
+  // Prepares one block from weights [rows, x_stride], which it may change.
+  void prepare(int64_t block, float* x, int64_t x_stride, int64_t rows, const float* slot_scales) {
+    int64_t first = block * ROWS * stride;
+    int32_t* list = chosen + block * stride;
+    if (kind != INT8) {
+      counts[block] = leave_out_zeros(x, x_stride, rows, slots, kept + first, stride, list);
+      return;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      float* row = x + r * x_stride;
+      for (int64_t s = 0; s < slots; s++) row[s] *= slot_scales[s];
+      scales[block * ROWS + r] = quantise(row, slots, quantised + first + r * stride, 0);
+    }
+    counts[block] =
+        leave_out_zero_bytes(quantised + first, stride, rows, slots, bytes + first, list);
+  }
+};
+
+// Values of a memory: out = weights V + bias, which reads only slots with a weight.
+class Values {
+ public:
+  Values(const TableDescription& d, const float* bias)
+      : slots(d.height), outputs(d.width), kind(Kind(d.kind)), scales(copied(d.scales, slots, 1)),
+        panels(divide_up(outputs, COLUMNS)), bias(copied(bias, outputs, COLUMNS)) {
+    int64_t size = panels * slots * COLUMNS;
+    if (kind == FLOAT32) pack<float>(d.rows, size);
+    if (kind == BFLOAT16) pack<bf16>(d.rows, size);
+    if (kind != INT8) return;
+    data.reserve(size);
+    pack_value_bytes((int8_t*)data.get(), (const int8_t*)d.rows, slots, outputs);
+  }
+
+  void multiply(const Team& team, const SlotWeights& x, int64_t rows, float* out, int64_t stride,
+                bool add) const {
+    for_blocks(team, panels, rows, [&](int64_t panel, int64_t first, int64_t count) {
+      with_rows(count, [&](auto R) {
+        vec total[R][VECS];
+        read<R>(x, first / ROWS, panel, total);
+        for (int r = 0; r < R; r++)
+          for (int v = 0; v < VECS; v++) {
+            float* to = out + (first + r) * stride + panel * COLUMNS + v * LANES;
+            vec y = total[r][v] + load(bias.data() + panel * COLUMNS + v * LANES);
+            store(to, add ? load(to) + y : y);
+          }
+      });
+    });
+  }
+
+  const int64_t slots, outputs;
+  const Kind kind;
+  const std::vector<float> scales;
+
+ private:
+  template <class T>
+  void pack(const void* rows, int64_t size) {
+    data.reserve(size * sizeof(T));
+    pack_panels((T*)data.get(), (const T*)rows, slots, outputs, outputs, 1);
+  }
+
+  template <int R>
+  void read(const SlotWeights& x, int64_t block, int64_t panel, vec (&total)[R][VECS]) const {
+    int64_t first = block * ROWS * x.stride, start = panel * slots * COLUMNS;
+    const int32_t* list = x.chosen + block * x.stride;
+    int64_t count = x.counts[block];
+    if (kind == FLOAT32)
+      multiply_panel<R, true>(x.kept + first, x.stride, (float*)data.get() + start, list, count,
+                              total);
+    if (kind == BFLOAT16)
+      multiply_panel<R, true>(x.kept + first, x.stride, (bf16*)data.get() + start, list, count,
+                              total);
+    if (kind != INT8) return;
+    ints sums[R][VECS];
+    multiply_chosen_bytes<R>(x.bytes + first, x.stride, (int8_t*)data.get() + start, list,
+                             count / 4, sums);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < VECS; v++)
+        total[r][v] = __builtin_convertvector(sums[r][v], vec) * x.scales[block * ROWS + r];
+  }
+
+  int64_t panels;
+  std::vector<float> bias;
+  Buffer<char> data;
+};

@@ -1,0 +1,1 @@
+"""Translation with the native library: encoder, decoder and search without torch."""
