@@ -25,6 +25,8 @@ MANY_PARAMETERS = {
     "reluformer/context_parallel/sharded_attention.py::attention",
     "reluformer/nn/core.py::forward",
     "reluformer/nn/core.py::packed",
+    "reluformer/nn/multihead.py::__init__",
+    "reluformer/nn/transformer.py::__init__",
     "reluformer/ops/api.py::attention",
     "reluformer/ops/api.py::relu_attention",
     "reluformer/ops/paged_cache.py::__init__",

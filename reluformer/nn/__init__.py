@@ -1,5 +1,22 @@
 """Drop-in layers: attention of the family in place of softmax attention."""
 
 from reluformer.nn.core import AttentionCore, set_row_loss_scale
+from reluformer.nn.multihead import MultiheadAttention
+from reluformer.nn.transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
-__all__ = ["AttentionCore", "set_row_loss_scale"]
+__all__ = [
+    "AttentionCore",
+    "MultiheadAttention",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "set_row_loss_scale",
+]
