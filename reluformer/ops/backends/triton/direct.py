@@ -1,12 +1,11 @@
 """The C launcher of a compiled kernel, called without Triton's Python layers.
 
-A launch through Triton 3.6 runs two empty hook chains, builds metadata for them, encodes a tensor
-map for every descriptor (cuTensorMapEncodeTiled) and asks CUDA about every pointer. A direct
-launch calls the same C function with addresses as integers and with remembered tensor maps. It is
-used for tensors that are known to be on the current GPU, and only while no hook is set.
+A launch through Triton runs two empty hook chains, builds metadata for them, encodes a tensor map
+for every descriptor (cuTensorMapEncodeTiled) and asks CUDA about every pointer. A direct launch
+calls the same C function with addresses as integers and with remembered tensor maps. It is used for
+tensors that are known to be on the current GPU, and only while no hook is set.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -43,6 +42,7 @@ class _Described(NamedTuple):
     shape: list[int]
     strides: list[int]
     padding: str
+    round_f32_to_tf32: bool = False
 
 
 class _Slot(NamedTuple):
@@ -56,46 +56,34 @@ class _Slot(NamedTuple):
 class DirectLaunch:
     """A compiled kernel on the current device, as a C function and its fixed arguments.
 
-    The C function takes the grid, the stream, the `fixed` arguments, then `arguments` of the
-    kernel's first arguments, and the remaining ones.
+    The C function takes the grid, the stream, the `fixed` arguments, and the result of `arguments`.
     """
 
-    def __init__(self, compiled: Any, views: Sequence[View], values: Sequence[Any]) -> None:
+    def __init__(
+        self, compiled: Any, views: Sequence[View], values: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
         """Use `direct_launch`, which checks that the kernel can be launched this way."""
-        launcher = compiled.run
-        self.function: Callable[..., None] = launcher.launch
-        if views:
-            self.function = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+        # A compiled kernel unloads its code when it is deleted.
+        self.compiled = compiled
+        call = versions.launcher_call(compiled, has_descriptors=bool(views))
+        self.function, self.fixed = call.function, call.fixed
         self.device: int = driver.active.get_current_device()
         self.stream: Callable[[int], int] = driver.active.get_current_stream
-        self.fixed = (
-            compiled.function,
-            launcher.launch_cooperative_grid,
-            launcher.launch_pdl,
-            # No scratch memory.
-            None,
-            None,
-            compiled.packed_metadata,
-            # No hooks, and no metadata for them.
-            None,
-            None,
-            None,
-        )
         metadata = getattr(compiled.metadata, "tensordesc_meta", None) or []
         slots = [_Slot(next(_slots), *slot) for slot in zip(views, metadata, strict=True)]
-        self.arguments = _argument_function(slots, values)
-        """From the first arguments of the kernel to those of the C function."""
+        self.arguments = _argument_function(slots, values, tuple(constants), call.takes_tuple)
+        """From the first arguments of the kernel to all those of the C function."""
 
 
 def _argument_function(
-    slots: Sequence[_Slot], values: Sequence[Any]
+    slots: Sequence[_Slot], values: Sequence[Any], constants: tuple[Any, ...], takes_tuple: bool
 ) -> Callable[..., tuple[Any, ...]]:
     """A function from the first arguments of a kernel to those of its C function.
 
     Tensors, also those in tuples, become addresses; the first ones become tensor maps where the
-    kernel takes descriptors. Other values are passed on. Which arguments are tensors is the same in
-    every launch of a compiled kernel, so the function is written once, from example `values`, and
-    tests no types.
+    kernel takes descriptors. Other values are passed on, and `constants` follow. Which arguments
+    are tensors is the same in every launch of a compiled kernel, so the function is written once,
+    from example `values`, and tests no types.
     """
     names = [f"a{i}" for i in range(len(values))]
     parts = []
@@ -109,8 +97,9 @@ def _argument_function(
             parts.append(f"({', '.join(items)},)")
         else:
             parts.append(_address(name, value))
-    source = f"lambda {', '.join(names)}: ({', '.join(parts)},)"
-    scope = {"find": _maps.get, "encode": _encode, "slots": slots}
+    result = f"({', '.join(parts)}, *constants)"
+    source = f"lambda {', '.join(names)}: {f'({result},)' if takes_tuple else result}"
+    scope = {"find": _maps.get, "encode": _encode, "slots": slots, "constants": constants}
     function: Callable[..., tuple[Any, ...]] = eval(source, scope)  # noqa: S307
     return function
 
@@ -122,12 +111,9 @@ def _address(name: str, value: Any) -> str:
 
 def _encode(slot: _Slot, tensor: Tensor) -> list[Any]:
     """The arguments that stand for a descriptor: its tensor map, shape and strides."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
     view = slot.view
-    encoded: list[Any] = make_tensordesc_arg(
-        _Described(tensor, view.shape, view.strides, "zero"), slot.metadata
-    )
+    described = _Described(tensor, view.shape, view.strides, "zero")
+    encoded = versions.encode_descriptor(described, slot.metadata)
     if len(_maps) >= _MAP_LIMIT:
         _maps.clear()
     _maps[slot.number, tensor.data_ptr()] = encoded
@@ -135,7 +121,7 @@ def _encode(slot: _Slot, tensor: Tensor) -> list[Any]:
 
 
 def direct_launch(
-    compiled: Any, views: Sequence[View], values: Sequence[Any]
+    compiled: Any, views: Sequence[View], values: Sequence[Any], constants: Sequence[Any]
 ) -> DirectLaunch | None:
     """The direct launch of a kernel that Triton has compiled and launched, or None.
 
@@ -145,7 +131,8 @@ def direct_launch(
     Args:
         compiled: The compiled kernel.
         views: Views of the descriptors, the kernel's first arguments.
-        values: The arguments of the first launch, with tensors in place of descriptors.
+        values: The first arguments of the first launch, with tensors in place of descriptors.
+        constants: The remaining arguments, which are the same in every launch.
     """
     if not versions.has_known_launcher():
         return None
@@ -155,6 +142,9 @@ def direct_launch(
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
+    if getattr(launcher, "gsan_enabled", False):
+        # The sanitizer of Triton 3.9 has arguments of its own.
+        return None
     if len(metadata) != len(views) or None in metadata:
         return None
-    return DirectLaunch(compiled, views, values)
+    return DirectLaunch(compiled, views, values, constants)

@@ -83,7 +83,6 @@ class Launch:
         self.views = [tile_view(tensor, rows) for tensor, rows in described]
         self.direct: DirectLaunch | None = None
         """Set by the first launch, where the C launcher can be called directly."""
-        self._constants: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Any) -> None:
         """Run on the kernel's tensors; None for absent ones, optional ones in their tuple."""
@@ -91,7 +90,7 @@ class Launch:
         if direct is not None and not has_hooks():
             direct.function(
                 self.programs, 1, 1, direct.stream(direct.device), *direct.fixed,
-                *direct.arguments(*tensors), *self._constants,
+                *direct.arguments(*tensors),
             )  # fmt: skip
             return
         sources: list[Any] = [
@@ -101,9 +100,8 @@ class Launch:
         # Grids of one dimension: the others are limited to 65535 programs.
         compiled = self.kernel[(self.programs,)](*args, **self.options)
         if compiled is not None and self.direct is None:
-            self.direct = direct_launch(compiled, self.views, tensors)
-            if self.direct is not None:
-                self._constants = (*self.scalars, *_constants(self.kernel, args, self.options))
+            constants = (*self.scalars, *_constants(self.kernel, args, self.options))
+            self.direct = direct_launch(compiled, self.views, tensors, constants)
 
     def describe(self, tensor: Tensor, view: View) -> Any:
         """The descriptor that the kernel takes when it is called through Triton."""
@@ -119,7 +117,6 @@ class SizedLaunch:
     def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
         self.kernel, self.options = kernel, options
         self.direct: DirectLaunch | None = None
-        self._constants: tuple[Any, ...] = ()
 
     def __call__(self, programs: int, args: Sequence[Any]) -> None:
         """Run on a grid of `programs` with all arguments but the compile-time ones."""
@@ -127,14 +124,13 @@ class SizedLaunch:
         if direct is not None and not has_hooks():
             direct.function(
                 programs, 1, 1, direct.stream(direct.device), *direct.fixed,
-                *direct.arguments(*args), *self._constants,
+                *direct.arguments(*args),
             )  # fmt: skip
             return
         compiled = self.kernel[(programs,)](*args, **self.options)
         if compiled is not None and self.direct is None:
-            self.direct = direct_launch(compiled, (), args)
-            if self.direct is not None:
-                self._constants = _constants(self.kernel, args, self.options)
+            constants = _constants(self.kernel, args, self.options)
+            self.direct = direct_launch(compiled, (), args, constants)
 
 
 LAUNCHES: Memory[Launch] = Memory()

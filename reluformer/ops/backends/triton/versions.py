@@ -4,9 +4,11 @@ Gluon, the language of the Hopper kernels, is experimental: functions are rename
 to the next. The C launcher that `direct` calls is private to Triton and changes as well.
 """
 
+import inspect
 import logging
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 
@@ -30,7 +32,7 @@ HOPPER: tuple[Version, ...] = ((3, 6),)
 They also compile with 3.9 and pass their emulator tests, but that is not enough to use them: no
 emulator shows every race.
 """
-_DIRECT: tuple[Version, ...] = ((3, 6),)
+_DIRECT: tuple[Version, ...] = ((3, 6), (3, 9))
 
 
 def installed() -> Version:
@@ -77,6 +79,56 @@ def _text(version: Version) -> str:
 def _function(module: Any, *names: str) -> Any:
     """The first function of these names that the module has, or None."""
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+class LauncherCall(NamedTuple):
+    """The C function that launches a compiled kernel, and how it is called.
+
+    Its arguments are the grid (three integers), the stream, `fixed`, and those of the kernel.
+    """
+
+    function: Callable[..., None]
+    fixed: tuple[Any, ...]
+    takes_tuple: bool
+    """Whether the arguments of the kernel are passed as one tuple."""
+
+
+def launcher_call(compiled: Any, has_descriptors: bool) -> LauncherCall:
+    """The C launcher of a compiled kernel, without hooks and scratch memory.
+
+    Args:
+        compiled: A kernel that Triton has launched, of a version for which `has_known_launcher`.
+        has_descriptors: Whether the kernel takes tensor descriptors.
+    """
+    launcher = compiled.run
+    function = launcher.launch
+    if has_descriptors:
+        # Triton wraps the C function in one that encodes tensor maps.
+        function = inspect.getclosurevars(function).nonlocals["launcher"]
+    start = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+    scratch, hooks = (None, None), (None, None, None)
+    if installed() == (3, 6):
+        # One C function is compiled for each signature.
+        return LauncherCall(function, (*start, *scratch, compiled.packed_metadata, *hooks), False)
+    # One C function reads the types of the arguments from a description.
+    types = (launcher.arg_annotations, launcher.kernel_signature)
+    return LauncherCall(
+        function, (*start, compiled.packed_metadata, *hooks, *scratch, *types), True
+    )
+
+
+def encode_descriptor(described: Any, metadata: Any) -> list[Any]:
+    """The kernel arguments that stand for a descriptor: its tensor map, shape and strides.
+
+    Args:
+        described: An object with the attributes of a `TensorDescriptor`.
+        metadata: The entry of the compiled kernel's `tensordesc_meta`.
+    """
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    others = () if installed() == (3, 6) else ((),)
+    encoded: list[Any] = make_tensordesc_arg(described, metadata, *others)
+    return encoded
 
 
 # The new names come first: 3.9 keeps some of the old ones as functions that raise.

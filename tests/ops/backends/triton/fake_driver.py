@@ -6,6 +6,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
+from reluformer.ops.backends.triton import versions
+
+# Triton 3.6 passes metadata and hooks after the scratch memory, later versions before it.
+IS_OLD = versions.installed() == (3, 6)
+HOOKS = slice(10, 13) if IS_OLD else slice(8, 11)
+"""Launch metadata and the two hooks among the arguments of the C function."""
+
 
 class FakeLauncher:
     """`CudaLauncher` with a Python function in place of the compiled C function.
@@ -19,13 +26,14 @@ class FakeLauncher:
         self.name = src.name
         self.global_scratch_size = self.profile_scratch_size = 0
         self.launch_cooperative_grid = self.launch_pdl = False
+        self.arg_annotations, self.kernel_signature = "annotations", "signature"
         self.launch = wrap_handle_tensordesc(
             self._record, src.signature, getattr(metadata, "tensordesc_meta", None)
         )
 
     def _record(self, *args: Any) -> None:
         FakeLauncher.launched.append((self.name, list(args)))
-        metadata, enter_hook, exit_hook = args[10:13]
+        metadata, enter_hook, exit_hook = args[HOOKS]
         for hook in (enter_hook, exit_hook):
             if hook is not None:
                 hook(metadata)
@@ -33,10 +41,13 @@ class FakeLauncher:
     def __call__(
         self, grid_x: int, grid_y: int, grid_z: int, stream: int, function: int, *args: Any
     ) -> None:
-        self.launch(
-            grid_x, grid_y, grid_z, stream, function, self.launch_cooperative_grid,
-            self.launch_pdl, None, None, *args,
-        )  # fmt: skip
+        start = (grid_x, grid_y, grid_z, stream, function)
+        start += (self.launch_cooperative_grid, self.launch_pdl)
+        if IS_OLD:
+            self.launch(*start, None, None, *args)
+        else:
+            types = (self.arg_annotations, self.kernel_signature)
+            self.launch(*start, *args[:4], None, None, *types, args[4:])
 
 
 class FakeUtils:
@@ -48,12 +59,17 @@ class FakeUtils:
     def load_binary(self, *args: Any) -> tuple[int, ...]:
         return 1, 1, 32, 0, 1024
 
+    def unload_module(self, module: int) -> None:
+        pass
+
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 232448}
 
     def fill_tma_descriptor(self, address: int, *args: Any) -> str:
         FakeUtils.encoded += 1
         return f"map of {args}"
+
+    fill_tma_descriptor_tiled = fill_tma_descriptor
 
 
 class FakeDriver:
@@ -80,7 +96,7 @@ def without_addresses(value: Any) -> Any:
 
     Tensors and addresses are told from other integers by their size.
     """
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return tuple(without_addresses(each) for each in value)
     if isinstance(value, Tensor) or (isinstance(value, int) and value >= 1 << 32):
         return "address"

@@ -23,6 +23,7 @@ from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from tests.ops.backends.triton.fake_driver import (
+    HOOKS,
     FakeDriver,
     FakeLauncher,
     FakeUtils,
@@ -38,8 +39,8 @@ def recorded() -> Launched:
     """The launches since the last call, without addresses and hooks."""
     launches = []
     for name, args in FakeLauncher.launched:
-        # Launch metadata and the two hooks, which a direct launch leaves out.
-        args[10:13] = []
+        # A direct launch leaves these out.
+        args[HOOKS] = []
         launches.append((name, without_addresses(tuple(args))))
     FakeLauncher.launched.clear()
     return launches

@@ -28,7 +28,7 @@ def test_the_installed_version_has_every_renamed_function() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hopper", "known_launcher"),
-    [("3.6.0", True, True), ("3.7.1", False, False), ("3.9.0+git1", False, False),
+    [("3.6.0", True, True), ("3.7.1", False, False), ("3.9.0+git1", False, True),
      ("3.10.0rc1", False, False), ("4.0.0", False, False)],
 )  # fmt: skip
 def test_only_tested_versions_run_hopper_kernels(
@@ -71,4 +71,4 @@ def test_the_warning_is_logged_once(
 def test_an_unknown_launcher_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "has_known_launcher", lambda: False)
     # Not even the attributes of the compiled kernel are read.
-    assert direct.direct_launch(object(), (), ()) is None
+    assert direct.direct_launch(object(), (), (), ()) is None
