@@ -1,17 +1,34 @@
-"""The CPU backends agree with float64 on random calls, hidden NaN and infinity included."""
+"""The backends agree with float64 on random calls, hidden NaN and infinity included."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.agreement import WAYS, random_case, worst_error
+from benchmarks.agreement import (
+    CPU_WAYS,
+    VARIANTS,
+    Case,
+    Errors,
+    random_case,
+    random_gpu_case,
+    results_of,
+    summary,
+    table,
+    worst_error,
+)
 from reluformer.ops.backends.cpu.native import library
 
-BOUNDS = {"float64": (1e-11, 1e-7), "float32": (1e-4, 2e-2), "bfloat16": (0.03, 0.05)}
+BOUNDS = {
+    "float64": (1e-11, 1e-7),
+    "float32": (1e-4, 2e-2),
+    "bfloat16": (0.03, 0.05),
+    "float16": (3e-3, 1e-2),
+}
 """Largest errors of output and gradients, relative to the largest exact number."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", CPU_WAYS)
 @settings(
     max_examples=100,
     deadline=None,
@@ -23,3 +40,39 @@ def test_agreement(way: str, compiled: library.Kernels, seed: int) -> None:
     output, gradients = worst_error(case, way)
     bounds = BOUNDS[case.dtype]
     assert output <= bounds[0] and gradients <= bounds[1], (case, output, gradients)
+
+
+# The interpreter multiplies no bfloat16. The last four cases hide NaN or infinity.
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
+@pytest.mark.parametrize("seed", [0, 6, 48, 94, 167, 186])
+def test_agreement_of_portable_kernels(seed: int) -> None:
+    pytest.importorskip("triton")
+    case = random_gpu_case(seed, longest=24)
+    output, gradients = worst_error(case, "portable")
+    bounds = BOUNDS[case.dtype]
+    assert output <= bounds[0] and gradients <= bounds[1], (case, output, gradients)
+
+
+def test_a_variant_fixes_what_a_kernel_is_compiled_for() -> None:
+    first, second = random_gpu_case(3), random_gpu_case(3 + VARIANTS)
+    assert first.seed != second.seed and first.shape != second.shape
+    assert (first.dtype, first.options, first.is_learned) == (
+        second.dtype, second.options, second.is_learned,
+    )  # fmt: skip
+    # Query heads per key head, D and Dv.
+    assert (first.shape[2], *first.shape[5:]) == (second.shape[2], *second.shape[5:])
+
+
+def test_a_failure_is_listed_and_hides_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(case: Case, way: str, device: str) -> Errors:
+        if way == "torch":
+            raise ValueError("no such kernel")
+        return 0.25, 0.5
+
+    monkeypatch.setattr("benchmarks.agreement.worst_error", failing)
+    result = summary(results_of(("cpu", [0, 1])))
+    assert {row["way"] for row in result["rows"]} == {"reference", "native"}
+    assert len(result["failures"]) == 2 and "no such kernel" in result["failures"][0]
+    text = table(result["rows"], CPU_WAYS)
+    assert "2.5e-01 | 5.0e-01" in text and "| - | - | - |" in text
