@@ -1,0 +1,106 @@
+"""Registration of the family with transformers."""
+
+import functools
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import configuration_auto
+
+from reluformer.hf.attention_function import function_of
+from reluformer.hf.learned_options import LearnedOptions, prepare
+from reluformer.hf.masks import attention_mask
+from reluformer.ops.family.table import ATTENTIONS
+
+PREFIX = "reluformer_"
+"""Saved models have this prefix in their `model_type`: without this package none can be loaded."""
+
+
+def register() -> tuple[str, ...]:
+    """Register every attention of the family with transformers; `import reluformer.hf` does so.
+
+    Afterwards `attn_implementation="relu"` works in `from_config`, `from_pretrained` and
+    `set_attn_implementation`, with the names of `reluformer.ATTENTIONS`. Three methods of
+    transformers are wrapped: models get the learned options of their attention when they are
+    created, and saved configurations name it.
+
+    Returns:
+        The registered names.
+    """
+    for name, attention in ATTENTIONS.items():
+        AttentionInterface.register(name, function_of(attention))
+        AttentionMaskInterface.register(name, attention_mask)
+    if not hasattr(PreTrainedModel.post_init, "__wrapped__"):
+        _wrap_models()
+        _wrap_configurations()
+        _register_model_types()
+    return tuple(ATTENTIONS)
+
+
+def _wrap_models() -> None:
+    """Let models create, initialise and replace the learned options of their attention."""
+    post_init = PreTrainedModel.post_init
+    initialize = PreTrainedModel._initialize_weights
+    set_implementation = PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(post_init)
+    def post_init_with_options(self: PreTrainedModel) -> None:
+        prepare(self)
+        post_init(self)
+
+    @functools.wraps(initialize)
+    def initialize_with_options(
+        self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False
+    ) -> None:
+        if isinstance(module, LearnedOptions):
+            module.reset_parameters()
+        initialize(self, module, is_custom_code)
+
+    @functools.wraps(set_implementation)
+    def set_implementation_with_options(
+        self: PreTrainedModel, *arguments: Any, **options: Any
+    ) -> None:
+        set_implementation(self, *arguments, **options)
+        prepare(self)
+
+    PreTrainedModel.post_init = post_init_with_options
+    PreTrainedModel._initialize_weights = initialize_with_options
+    PreTrainedModel.set_attn_implementation = set_implementation_with_options
+
+
+def _wrap_configurations() -> None:
+    """Let saved configurations name the attention and have a `model_type` of their own.
+
+    transformers does not save `attn_implementation`, so a loaded model would run softmax. It does
+    read the field, and refuses a name that is not registered.
+    """
+    for name in ("to_dict", "to_diff_dict"):
+        setattr(PreTrainedConfig, name, _with_attention(getattr(PreTrainedConfig, name)))
+
+
+def _with_attention(method: Any) -> Any:
+    """Wrap a method that returns a configuration as a dictionary."""
+
+    @functools.wraps(method)
+    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+        fields: dict[str, Any] = method(self)
+        attention = self._attn_implementation
+        model_type = str(fields.get("model_type", ""))
+        if attention in ATTENTIONS and model_type and not model_type.startswith("reluformer"):
+            fields["model_type"] = PREFIX + model_type
+            fields["attn_implementation"] = attention
+        return fields
+
+    return to_dict
+
+
+def _register_model_types() -> None:
+    """Let the Auto classes load saved models: each type with the prefix has the same classes."""
+    names = configuration_auto.CONFIG_MAPPING_NAMES
+    modules = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
+    for model_type in names:
+        modules[PREFIX + model_type] = configuration_auto.model_type_to_module_name(model_type)
+    # A copy: the tables of models look up the type of a configuration class in the original.
+    mapping = configuration_auto.CONFIG_MAPPING
+    mapping._mapping = {**names, **{PREFIX + name: value for name, value in names.items()}}
