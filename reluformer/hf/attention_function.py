@@ -1,42 +1,34 @@
 """Our attentions as functions of `transformers.AttentionInterface`."""
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.utils.output_capturing import _active_collector
 
 from reluformer.errors import UserError
-from reluformer.hf.learned_options import ATTRIBUTE, fixed_options, learned_names
+from reluformer.hf.layers import ATTRIBUTE, LayerAttention
 from reluformer.hf.masks import CompactMask, same_segment
-from reluformer.ops.api import attend, scale_or_default
-from reluformer.ops.call import Call
-from reluformer.ops.definition import Attention
+from reluformer.hf.statistics import record
 from reluformer.ops.visibility import Visibility
 
-Function = Callable[..., tuple[Tensor, Tensor | None]]
-"""A function of transformers' attention interface."""
-
-_REFUSED = {"softcap": "scores without a soft cap", "s_aux": "no attention sinks"}
+_REFUSED = {"softcap": "scores without a soft cap", "s_aux": "an attention without sinks"}
 
 
 class _Masked(NamedTuple):
-    """Visibility and bias of a call, and the number of keys that it reads."""
+    """The mask of a call in our terms."""
 
     visibility: Visibility
     bias: Tensor | None
     keys: int
+    """Number of keys before the unused part of a static cache."""
+    queries: Tensor | None = None
+    """Bool [B, Tq], False for padding; None if unknown."""
 
 
-def function_of(attention: Attention) -> Function:
-    """The function to register for an attention."""
-    return partial(_attend_module, attention)
-
-
-def _attend_module(
-    attention: Attention,
+def attend_module(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -49,8 +41,7 @@ def _attend_module(
     """Attend with the signature that transformers prescribes.
 
     Args:
-        attention: Row of `reluformer.ATTENTIONS`.
-        module: The attention module, which holds learned options in its submodule `reluformer`.
+        module: The attention module; its submodule `reluformer` is the attention.
         query: [B, H, Tq, D].
         key: [B, Hkv, Tk, D].
         value: [B, Hkv, Tk, Dv].
@@ -62,59 +53,96 @@ def _attend_module(
 
     Returns:
         The output [B, Tq, H, Dv], and the weights [B, H, Tq, Tk] if the model returns attentions.
+
+    Raises:
+        UserError: If the module lacks the submodule, or has a soft cap or sinks.
     """
-    for name, need in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise UserError(
-                f"attn_implementation={attention.name!r} needs {need}, and "
-                f"{type(module).__name__} has {name}={kwargs[name]!r}"
-            )
-    visibility, bias, keys = _resolve_mask(module, query, key, attention_mask, kwargs)
-    if keys < key.shape[2]:
-        key, value = key[:, :, :keys], value[:, :, :keys]
+    layer = _layer(module, kwargs)
+    scale = _scale(layer, scaling)
     with_weights = _returns_weights(kwargs)
-    call = Call(
+    if (
+        isinstance(attention_mask, CompactMask)
+        and attention_mask.is_packed
+        and layer.takes_packed
+        and not (with_weights or kwargs.get("position_bias") is not None)
+    ):
+        return _attend_packed(layer, (query, key, value), attention_mask, scale, dropout), None
+    visibility, bias, keys, queries = _resolve_mask(module, query, key, attention_mask, kwargs)
+    unused = key.shape[2] - keys
+    if unused:
+        key, value = key[:, :, :keys], value[:, :, :keys]
+    output, weights = layer(
         query,
         key,
         value,
-        visibility,
-        _scale(attention, query, scaling),
-        bias,
-        dropout,
-        return_weights=with_weights,
+        mask=visibility.mask,
+        causal=visibility.causal,
+        key_lengths=visibility.key_lengths,
+        window=visibility.window,
+        bias=bias,
+        scale=scale,
+        dropout_p=dropout,
+        gate=layer.take_gate(),
+        query_mask=queries,
+        need_weights=with_weights,
     )
-    result = attend(attention, call, _options(attention, module))
-    weights = result.weights
-    if weights is not None and weights.shape[-1] < attention_keys(attention_mask, weights):
-        unused = attention_keys(attention_mask, weights) - weights.shape[-1]
-        weights = torch.nn.functional.pad(weights, (0, unused))
-    return result.output.transpose(1, 2).contiguous(), weights
+    if layer.records is not None and layer.training:
+        record(layer, query, key, visibility, scale, queries)
+    if weights is not None and unused:
+        weights = functional.pad(weights, (0, unused))
+    return output.transpose(1, 2).contiguous(), weights
 
 
-def attention_keys(mask: Tensor | None, weights: Tensor) -> int:
-    """Tk of the mask, which counts the unused part of a static cache; else that of the weights."""
-    return weights.shape[-1] if mask is None else mask.shape[-1]
+def _attend_packed(
+    layer: LayerAttention,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: CompactMask,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Causal attention within packed sequences, [B, T, H, Dv], by the packed kernel."""
+    batch, _, rows, _ = tensors[0].shape
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors)  # [B T, heads, D]
+    ends, longest = mask.boundaries()
+    window = mask.visibility.window
+    output = layer.packed(
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        longest,
+        longest,
+        causal=mask.visibility.causal,
+        window=window,
+        scale=scale,
+        dropout_p=dropout,
+    )
+    return output.unflatten(0, (batch, rows)).contiguous()
 
 
-def _options(attention: Attention, module: nn.Module) -> dict[str, Any]:
-    """Fixed options of the configuration and learned options of the module."""
-    options = fixed_options(module.config)
-    learned = getattr(module, ATTRIBUTE, None)
-    if learned is not None and learned.attention == attention.name:
-        options.update(learned.values())
-    elif any(learned_names(attention, options)):
+def _layer(module: nn.Module, kwargs: dict[str, Any]) -> LayerAttention:
+    """The attention of a module, if it can run a call with these arguments."""
+    layer = getattr(module, ATTRIBUTE, None)
+    if not isinstance(layer, LayerAttention):
         raise UserError(
-            f"attn_implementation={attention.name!r} needs learned options that "
-            f"{type(module).__name__} lacks; call reluformer.hf.prepare(model) first"
+            f"{type(module).__name__} has no attention of reluformer; call "
+            "reluformer.hf.prepare(model) after attn_implementation was set"
         )
-    return options
+    for name, need in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise UserError(
+                f"attn_implementation={layer.row.name!r} needs {need}, and "
+                f"{type(module).__name__} passes {name}"
+            )
+    return layer
 
 
-def _scale(attention: Attention, query: Tensor, scaling: float | None) -> float:
-    """Factor on the scores. Cosines keep their own; half the width means twice the variance."""
-    if scaling is None or attention.cosine:
-        return scale_or_default(attention, query, None)
-    return scaling * 2**0.5 if attention.halves else scaling
+def _scale(layer: LayerAttention, scaling: float | None) -> float | None:
+    """Factor on the scores. Cosines keep their own; two halves have half the width."""
+    if scaling is None or layer.row.cosine:
+        return None
+    return scaling * 2**0.5 if layer.row.halves else scaling
 
 
 def _returns_weights(kwargs: dict[str, Any]) -> bool:
@@ -138,20 +166,15 @@ def _resolve_mask(
             is_causal = getattr(module, "is_causal", True)
         window = kwargs.get("sliding_window")
         window = window if is_causal and window is not None and keys > window else None
-        visibility = Visibility(causal=bool(is_causal) and rows > 1, window=window)
-        return _Masked(visibility, bias, keys)
+        return _Masked(Visibility(causal=bool(is_causal) and rows > 1, window=window), bias, keys)
     if isinstance(mask, CompactMask):
-        if bias is not None:
-            bias = bias[..., : mask.keys]
+        bias = None if bias is None else bias[..., : mask.keys]
         visibility = mask.visibility
         if mask.segments is not None:
-            visibility = Visibility(
-                same_segment(mask.segments),
-                visibility.causal,
-                visibility.key_lengths,
-                visibility.window,
-            )
-        return _Masked(visibility, bias, mask.keys)
+            same = same_segment(mask.segments)
+            hidden = same if visibility.mask is None else visibility.mask & same
+            visibility = replace(visibility, mask=hidden)
+        return _Masked(visibility, bias, mask.keys, mask.queries())
     mask = mask[..., :keys]
     if mask.dtype != torch.bool:
         # Additive: large negative values hide keys, others are a bias.

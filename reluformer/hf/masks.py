@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -37,6 +38,7 @@ class CompactMask(Tensor):
     visibility: Visibility
     keys: int
     segments: Tensor | None
+    _ends: Tensor | None
 
     @staticmethod
     def __new__(
@@ -58,7 +60,41 @@ class CompactMask(Tensor):
         """
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.visibility, mask.keys, mask.segments = visibility, keys, segments
+        mask._ends = None
         return mask  # type: ignore[no-any-return]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether causality, a window and packed sequences alone hide keys."""
+        rules = self.visibility
+        return self.segments is not None and rules.mask is None and rules.key_lengths is None
+
+    def queries(self) -> Tensor | None:
+        """Bool [B, Tq], False for queries that are padding; None if all are tokens or unknown.
+
+        Only a causal mask is known to have the queries among its keys.
+        """
+        rules, rows = self.visibility, self.shape[2]
+        if not rules.causal or rows == 1:
+            return None
+        if rules.key_lengths is not None:
+            position = torch.arange(self.keys - rows, self.keys, device=self.device)
+            return position < rules.key_lengths.unsqueeze(-1)
+        return None if rules.mask is None else rules.mask[:, 0, 0, -rows:]
+
+    def boundaries(self) -> tuple[Tensor, int]:
+        """Boundaries [N + 1] of the N packed sequences in the flattened batch, and their maximum.
+
+        The maximum is a bound, the number of tokens of a batch row. The first call synchronises
+        with a GPU; the layers of a forward pass share the result.
+        """
+        if self._ends is None:
+            assert self.segments is not None
+            starts = torch.ones_like(self.segments, dtype=torch.bool)
+            starts[:, 1:] = self.segments[:, 1:] != self.segments[:, :-1]
+            ends = starts.flatten().nonzero().squeeze(-1)
+            self._ends = functional.pad(ends, (0, 1), value=starts.numel()).to(torch.int32)
+        return self._ends, self.shape[2]
 
     def dense(self) -> Tensor:
         """The mask as a plain bool tensor [B, 1, Tq, Tk]."""
@@ -69,7 +105,7 @@ class CompactMask(Tensor):
         if self.segments is not None:
             table = table & same_segment(self.segments)
         table = table.expand(batch, 1, rows, self.keys)
-        return torch.nn.functional.pad(table, (0, keys - self.keys))
+        return functional.pad(table, (0, keys - self.keys))
 
     @classmethod
     def __torch_dispatch__(

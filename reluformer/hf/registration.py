@@ -8,8 +8,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import configuration_auto
 
-from reluformer.hf.attention_function import function_of
-from reluformer.hf.learned_options import LearnedOptions, prepare
+from reluformer.hf.attention_function import attend_module
+from reluformer.hf.layers import LayerAttention, prepare
 from reluformer.hf.masks import attention_mask
 from reluformer.ops.family.table import ATTENTIONS
 
@@ -22,14 +22,14 @@ def register() -> tuple[str, ...]:
 
     Afterwards `attn_implementation="relu"` works in `from_config`, `from_pretrained` and
     `set_attn_implementation`, with the names of `reluformer.ATTENTIONS`. Three methods of
-    transformers are wrapped: models get the learned options of their attention when they are
-    created, and saved configurations name it.
+    transformers are wrapped: models get the attention that they name when they are created,
+    and saved configurations name it.
 
     Returns:
         The registered names.
     """
-    for name, attention in ATTENTIONS.items():
-        AttentionInterface.register(name, function_of(attention))
+    for name in ATTENTIONS:
+        AttentionInterface.register(name, attend_module)
         AttentionMaskInterface.register(name, attention_mask)
     if not hasattr(PreTrainedModel.post_init, "__wrapped__"):
         _wrap_models()
@@ -53,8 +53,8 @@ def _wrap_models() -> None:
     def initialize_with_options(
         self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False
     ) -> None:
-        if isinstance(module, LearnedOptions):
-            module.reset_parameters()
+        if isinstance(module, LayerAttention):
+            module.reset_missing()
         initialize(self, module, is_custom_code)
 
     @functools.wraps(set_implementation)

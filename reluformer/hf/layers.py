@@ -1,0 +1,213 @@
+"""The attention of each attention module of a transformers model, with its learned options.
+
+It is the submodule `reluformer` of the module, so that optimizers, checkpoints and
+`save_pretrained` handle thresholds, sinks, temperatures and gates as all other parameters.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from reluformer.errors import UserError
+from reluformer.nn.core import RECOMMENDED, AttentionCore
+from reluformer.ops.family.table import ATTENTIONS, lookup
+
+ATTRIBUTE = "reluformer"
+"""Name of the submodule."""
+OPTIONS_FIELD = "attention_options"
+"""Field of a configuration with options of the attention, as `AttentionCore` takes them."""
+
+_HEADS = ("num_heads", "n_heads", "num_attention_heads")
+_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+
+
+class LayerAttention(AttentionCore):
+    """`AttentionCore` of one attention module; it also projects the gate of `gated`.
+
+    Args:
+        heads: Number H of query heads.
+        head_dim: Width D of a head.
+        attention: Name in `reluformer.ATTENTIONS`.
+        options: Options of the attention.
+        value_dim: Width Dv of a value; None for `head_dim`.
+        hidden: Width of the hidden states.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        attention: str,
+        options: Mapping[str, Any],
+        *,
+        value_dim: int | None = None,
+        hidden: int | None = None,
+    ) -> None:
+        super().__init__(heads, head_dim, attention, options, value_dim=value_dim)
+        self.given_options = dict(options)
+        self.records: list[Any] | None = None
+        """Statistics of the calls in training, if a callback collects them."""
+        self.gate: Tensor | None = None
+        self._hook: Any = None
+        if self.needs_gate:
+            width = heads * self.value_dim
+            self.gate_projection = nn.Linear(hidden or width, width)
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether `packed` runs this attention: rectified weights without norm or gate."""
+        rule = self.row.rectified(self.fixed_options)
+        plain = rule is not None and rule.negative_slope == 0 and not self.row.cosine
+        return plain and self.row.output_transform is None
+
+    def attach(self, module: nn.Module) -> None:
+        """Become the submodule of an attention module."""
+        module.add_module(ATTRIBUTE, self)
+        if self.needs_gate:
+            self._hook = module.register_forward_pre_hook(self._compute_gate, with_kwargs=True)
+
+    def detach(self, module: nn.Module) -> None:
+        """Undo `attach`."""
+        if self._hook is not None:
+            self._hook.remove()
+        delattr(module, ATTRIBUTE)
+
+    def take_gate(self) -> Tensor | None:
+        """The gate [B, H, T, Dv] of the present call of the attention module, or None."""
+        gate, self.gate = self.gate, None
+        return gate
+
+    @torch.no_grad()
+    def reset_missing(self) -> None:
+        """Set offsets that a checkpoint did not hold to zero."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.endswith("_offset") and not getattr(parameter, "_is_hf_initialized", False):
+                parameter.zero_()
+
+    def _compute_gate(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the attention module."""
+        x = args[0] if args else kwargs["hidden_states"]
+        self.gate = self.gate_projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class Replacement(NamedTuple):
+    """Result of `replace_attention_modules`."""
+
+    changed: list[tuple[str, str]]
+    """Path and class name of each attention module that has the new attention."""
+    unchanged: list[tuple[str, str]]
+    """Path of each attention module that keeps its attention, and the reason."""
+
+
+def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules that call transformers' attention interface."""
+    for name, module in model.named_modules():
+        if _calls_interface(type(module)) and isinstance(
+            getattr(module, "config", None), PreTrainedConfig
+        ):
+            yield name, module
+
+
+@cache
+def _calls_interface(kind: type[nn.Module]) -> bool:
+    """Whether `forward` of a class looks up `config._attn_implementation`."""
+    try:
+        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Give each attention module of a transformers model the attention that its config names.
+
+    Registration does this for new and loaded models and after `set_attn_implementation`. Modules
+    with an attention of transformers lose the submodule. An optimizer must be created afterwards.
+
+    Args:
+        model: A transformers model or part of one.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: If an option is not allowed, or the number of heads cannot be determined.
+    """
+    for name, module in attention_modules(model):
+        config = module.config
+        assert isinstance(config, PreTrainedConfig)
+        kind = config._attn_implementation
+        options = dict(getattr(config, OPTIONS_FIELD, None) or {})
+        present = getattr(module, ATTRIBUTE, None)
+        if isinstance(present, LayerAttention):
+            if (present.row.name, present.given_options) == (kind, options):
+                continue
+            present.detach(module)
+        if kind in ATTENTIONS:
+            _create(name, module, kind, options).attach(module)
+    return model
+
+
+def replace_attention_modules(
+    model: PreTrainedModel, kind: str = RECOMMENDED, options: Mapping[str, Any] | None = None
+) -> Replacement:
+    """Replace the attention of every attention module of a transformers model.
+
+    Args:
+        model: The model.
+        kind: Name in `reluformer.ATTENTIONS`.
+        options: Options of the attention, as `AttentionCore` takes them.
+
+    Returns:
+        The modules that have the new attention, and those that keep theirs.
+
+    Raises:
+        UserError: If the attention or an option is not allowed, or the model has no attention that
+            can be replaced.
+    """
+    lookup(kind)
+    if not any(True for _ in attention_modules(model)):
+        raise UserError(
+            f"model must call transformers' attention interface, and {type(model).__name__} does not"
+        )
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+            setattr(config, OPTIONS_FIELD, dict(options or {}))
+    model.set_attn_implementation(kind)
+    changed, unchanged = [], []
+    for name, module in attention_modules(model):
+        if isinstance(getattr(module, ATTRIBUTE, None), LayerAttention):
+            changed.append((name, type(module).__name__))
+        else:
+            unchanged.append((name, f"its model does not support attn_implementation={kind!r}"))
+    return Replacement(changed, unchanged)
+
+
+def _create(name: str, module: nn.Module, kind: str, options: dict[str, Any]) -> LayerAttention:
+    """The attention of one module, on the device and in the dtype of its weights."""
+    config = module.config
+    heads = _size(module, _HEADS) or getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    width = _size(module, _WIDTHS) or (hidden // heads if heads and hidden else None)
+    if heads is None or width is None:
+        raise UserError(
+            f"attn_implementation={kind!r} needs the number and the width of heads, and "
+            f"{name or 'the model'} ({type(module).__name__}) has neither "
+            f"{', '.join(_HEADS)} nor {', '.join(_WIDTHS)}"
+        )
+    value_dim = _size(module, ("v_head_dim",))
+    layer = LayerAttention(heads, width, kind, options, value_dim=value_dim, hidden=hidden)
+    like = next(module.parameters(), None)
+    if like is not None and like.is_floating_point() and like.device.type != "meta":
+        layer = layer.to(like.device, like.dtype)
+    return layer.train(module.training)
+
+
+def _size(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    sizes = (getattr(module, name, None) for name in names)
+    return next((size for size in sizes if isinstance(size, int)), None)
