@@ -86,7 +86,8 @@ def attend_module(
         query_mask=queries,
         need_weights=with_weights,
     )
-    if layer.records is not None and layer.training:
+    # A compiled graph cannot append to a list.
+    if not torch.compiler.is_compiling() and layer.records is not None:
         record(layer, query, key, visibility, scale, queries)
     if weights is not None and unused:
         weights = functional.pad(weights, (0, unused))

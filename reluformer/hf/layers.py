@@ -52,7 +52,7 @@ class LayerAttention(AttentionCore):
         super().__init__(heads, head_dim, attention, options, value_dim=value_dim)
         self.given_options = dict(options)
         self.records: list[Any] | None = None
-        """Statistics of the calls in training, if a callback collects them."""
+        """Statistics of the calls, while `statistics.recording` collects them."""
         self.gate: Tensor | None = None
         self._hook: Any = None
         if self.needs_gate:
@@ -103,6 +103,11 @@ class Replacement(NamedTuple):
     """Path and class name of each attention module that has the new attention."""
     unchanged: list[tuple[str, str]]
     """Path of each attention module that keeps its attention, and the reason."""
+
+
+def layer_attentions(model: nn.Module) -> list[LayerAttention]:
+    """The attentions of this package in a transformers model, in order."""
+    return [module for module in model.modules() if isinstance(module, LayerAttention)]
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

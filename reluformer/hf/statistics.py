@@ -1,6 +1,8 @@
 """Statistics of the weights of a transformers model in training."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from reluformer.model.records import AttentionRecord
 from reluformer.model.recording import recorded_stats, select_rows
 from reluformer.ops.api import attend
 from reluformer.ops.call import Call
+from reluformer.ops.stats import Stats
 from reluformer.ops.visibility import Visibility
 
 if TYPE_CHECKING:
@@ -16,6 +19,47 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 64
 """Number of query rows of each sequence whose weights are computed."""
+
+
+class AttentionSummary(NamedTuple):
+    """Means over rows, heads and layers."""
+
+    row_sum: float
+    """Sum of the weights of a row before row normalisation."""
+    entropy: float
+    """Entropy of the row-normalised weights, in nats."""
+    zeros: float
+    """Share of visible keys whose weight is exactly zero."""
+    dead_rows: float
+    """Share of rows that see keys and have no weight."""
+
+
+@contextmanager
+def recording(layers: "Iterable[LayerAttention]") -> Iterator[list[AttentionRecord]]:
+    """Context in which the calls of attentions append their statistics to the returned list."""
+    layers, records = list(layers), list[AttentionRecord]()
+    for layer in layers:
+        layer.records = records
+    try:
+        yield records
+    finally:
+        for layer in layers:
+            layer.records = None
+
+
+def summarise(records: Iterable[AttentionRecord]) -> AttentionSummary | None:
+    """Means over all recorded rows that see a key and are not padding; None without such rows."""
+    columns: list[list[Tensor]] = [[], [], [], []]
+    for each in records:
+        stats = each.stats
+        assert isinstance(stats, Stats)
+        rows = (each.valid & (stats.visible > 0)).expand_as(stats.row_sum)
+        values = (stats.row_sum, stats.entropy, stats.zeros, stats.row_sum == 0)
+        for column, value in zip(columns, values, strict=True):
+            column.append(value[rows].float())
+    if not columns[0] or not sum(part.numel() for part in columns[0]):
+        return None
+    return AttentionSummary(*(float(torch.cat(column).mean()) for column in columns))
 
 
 @torch.no_grad()
