@@ -151,7 +151,8 @@ def _returns_weights(kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_attentions"):
         return True
     # Some models do not hand the argument on, and collect maps with hooks.
-    collected = _active_collector.get()
+    is_compiling = torch.compiler.is_compiling()
+    collected = _active_collector.global_var if is_compiling else _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
 
 

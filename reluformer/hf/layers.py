@@ -177,9 +177,8 @@ def replace_attention_modules(
     """
     lookup(kind)
     if not any(True for _ in attention_modules(model)):
-        raise UserError(
-            f"model must call transformers' attention interface, and {type(model).__name__} does not"
-        )
+        name = type(model).__name__
+        raise UserError(f"model must call transformers' attention interface, and {name} does not")
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             setattr(config, OPTIONS_FIELD, dict(options or {}))

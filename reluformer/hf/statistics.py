@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from reluformer.model.records import AttentionRecord
 from reluformer.model.recording import recorded_stats, select_rows
+from reluformer.model.records import AttentionRecord
 from reluformer.ops.api import attend
 from reluformer.ops.call import Call
 from reluformer.ops.stats import Stats
