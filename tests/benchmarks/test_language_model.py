@@ -1,0 +1,65 @@
+"""The language-model benchmark still runs; its numbers are not looked at."""
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from benchmarks import language_model, language_model_data  # noqa: E402  # after the checks
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of the data script, from a text of two documents repeated."""
+    text = "<d>\nThe house is small.\nIt is red.\n<d>\nA tree is green and tall.\n" * 150
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.xz").write_bytes(lzma.compress(text.encode()))
+    arguments = ["--out", str(tmp_path / "lm"), "--vocabulary", "300", "--tokens", "0.002"]
+    files = ["--train", str(tmp_path / "train.xz"), "--dev", str(tmp_path / "dev.xz")]
+    language_model_data.main([*arguments, *files])
+    return tmp_path / "lm"
+
+
+def test_ids_are_those_of_the_tokenizer(data: Path) -> None:
+    ids = language_model_data.read_ids(data / "dev.u16.xz")
+    tokenizer = language_model_data.Tokenizer.load(data / "tokenizer.json")
+    first = ids[: int(np.argmax(ids == 2))]
+    assert tokenizer.decode_document(first.tolist()) == ["The house is small.", "It is red."]
+    assert len(language_model_data.read_ids(data / "train.u16.xz")) == 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["normalised_relu", "sdpa"])
+def test_a_tiny_training_run(data: Path, tmp_path: Path, attention: str) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["train", "--tiny", "--steps", "4", "--attention", attention]
+    language_model.main([*arguments, "--data", str(data), "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["attention"] == attention and len(result["curve"]) == 4
+    final = result["dev"][-1]
+    assert final["step"] == 4 and final["dev_loss"] < 10
+    assert ("dead_rows" in final) == (attention != "sdpa")
+
+
+@pytest.mark.slow
+def test_a_tiny_speed_table(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    language_model.main(["speed", "--tiny", "--repetitions", "1", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["attention"] for row in rows[:4]] == [
+        "sdpa",
+        "normalised_relu",
+        "kernel called directly",
+        "relu",
+    ]
+    assert all(row["step_tokens_per_second"] > 0 for row in rows)
+
+
+def test_without_data_the_command_says_so(tmp_path: Path) -> None:
+    with pytest.raises(language_model_data.UserError, match=r"--data must hold train\.u16\.xz"):
+        language_model_data.read_ids(tmp_path / "train.u16.xz")
