@@ -119,7 +119,7 @@ def _attend_packed(
         scale=scale,
         dropout_p=dropout,
     )
-    return output.unflatten(0, (batch, rows)).contiguous()
+    return output.reshape(batch, rows, *output.shape[1:])
 
 
 def _layer(module: nn.Module, kwargs: dict[str, Any]) -> LayerAttention:

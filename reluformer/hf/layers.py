@@ -113,7 +113,7 @@ def layer_attentions(model: nn.Module) -> list[LayerAttention]:
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules that call transformers' attention interface."""
     for name, module in model.named_modules():
-        if _calls_interface(type(module)) and isinstance(
+        if _calls_interface(module.__class__) and isinstance(
             getattr(module, "config", None), PreTrainedConfig
         ):
             yield name, module

@@ -61,7 +61,7 @@ class CompactMask(Tensor):
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.visibility, mask.keys, mask.segments = visibility, keys, segments
         mask._ends = None
-        return mask  # type: ignore[no-any-return]
+        return mask
 
     @property
     def is_packed(self) -> bool:
@@ -108,13 +108,13 @@ class CompactMask(Tensor):
         return functional.pad(table, (0, keys - self.keys))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(CompactMask, CompactMask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CompactMask({list(self.shape)}, {self.visibility}, keys={self.keys})"
 
 
@@ -173,7 +173,7 @@ def attention_mask(
         is_causal_only = rules == _Rules(causal=True) and q_length == kv_length
         if attention_mask is None and may_skip and (is_causal_only or rules == _Rules(False)):
             return None
-        return sdpa_mask(
+        mask: Tensor | None = sdpa_mask(
             *size,
             q_offset,
             kv_offset,
@@ -183,15 +183,16 @@ def attention_mask(
             device=device,
             **options,
         )
+        return mask
     keys = min(q_offset + q_length - kv_offset, kv_length) if rules.causal else kv_length
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + keys]
-    lengths, mask = _padding_rules(padding)
+    lengths, hidden = _padding_rules(padding)
     window = rules.window if rules.window is not None and keys > rules.window else None
     causal = rules.causal and q_length > 1
-    visibility = Visibility(mask, causal, lengths, window)
-    is_plain = lengths is None and mask is None and window is None and rules.segments is None
+    visibility = Visibility(hidden, causal, lengths, window)
+    is_plain = lengths is None and hidden is None and window is None and rules.segments is None
     # Without a mask, a single row sees all keys, and several rows are causal from the first key.
     if may_skip and is_plain and keys == kv_length and (not causal or keys == q_length):
         return None
