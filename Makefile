@@ -16,6 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,hf]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
 	touch $@
 
 # Faster CPU kernels. Without a C++ compiler this prints one line and the Python tiles are used.

@@ -2,6 +2,7 @@
 
 from reluformer.nn.core import AttentionCore, set_row_loss_scale
 from reluformer.nn.multihead import MultiheadAttention
+from reluformer.nn.replace import Replacement, replace_attention
 from reluformer.nn.transformer import (
     Transformer,
     TransformerDecoder,
@@ -13,10 +14,12 @@ from reluformer.nn.transformer import (
 __all__ = [
     "AttentionCore",
     "MultiheadAttention",
+    "Replacement",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "replace_attention",
     "set_row_loss_scale",
 ]

@@ -1,8 +1,8 @@
 """Masks of torch.nn as visibility and score bias.
 
-In torch a mask of booleans marks hidden keys with True, and a mask of floats is added to the
-scores, with -inf for hidden keys. Fused kernels take causality and key lengths, and no bias. Masks that
-express nothing else are therefore recognised by their contents.
+In torch.nn a mask of booleans marks hidden keys with True, and a mask of floats is added to the
+scores, with -inf for hidden keys. Fused kernels take causality and key lengths, and no bias. Masks
+that express nothing else are therefore recognised by their contents.
 """
 
 from typing import NamedTuple
@@ -107,6 +107,30 @@ def from_torch(
     return TorchMask(mask, causal, key_lengths, total)
 
 
+def from_sdpa(attn_mask: Tensor | None, is_causal: bool, sizes: MaskSizes) -> TorchMask:
+    """Visibility and bias from the masks of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        attn_mask: Broadcastable to [B, H, Tq, Tk], bool (True = visible) or float (added).
+        is_causal: Whether row i sees keys j <= i only, counted from the first key.
+        sizes: Sizes of the attention.
+    """
+    if is_causal and sizes.rows != sizes.keys:
+        raise UserError(
+            f"is_causal=True needs as many queries as keys, got {sizes.rows} and {sizes.keys}"
+        )
+    if attn_mask is None:
+        return TorchMask(None, is_causal, None, None)
+    if attn_mask.dtype == torch.bool:
+        return TorchMask(attn_mask, is_causal, None, None)
+    _check_dtype("attn_mask", attn_mask)
+    table = attn_mask[(None,) * (4 - attn_mask.dim())]
+    visible, bias, contents = _split(attn_mask, table)
+    if contents.is_causal:
+        return TorchMask(None, True, None, bias)
+    return TorchMask(visible, is_causal, None, bias)
+
+
 def visible_keys(key_padding_mask: Tensor) -> Tensor:
     """Bool [B, Tk]: True where a padding mask of torch hides nothing."""
     if key_padding_mask.dtype == torch.bool:
@@ -154,7 +178,7 @@ def _contents(mask: Tensor, table: Tensor) -> _Contents:
         return unread
     if mask.is_inference():
         return _read(table)
-    known = _READ[mask] if mask in _READ else None
+    known = _READ.get(mask, None)  # type: ignore[no-untyped-call]
     if known is None or known[0] != mask._version:
         known = _READ[mask] = (mask._version, _read(table))
     contents: _Contents = known[1]

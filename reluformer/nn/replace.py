@@ -1,0 +1,129 @@
+"""Another attention for every attention of an existing model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from reluformer.errors import UserError
+from reluformer.nn.core import RECOMMENDED, AttentionCore
+from reluformer.nn.multihead import MultiheadAttention
+from reluformer.nn.sdpa import RedirectedAttention, redirect, why_not_redirected
+from reluformer.nn.transformer import convert_attentions
+
+_LOOKS_LIKE_ATTENTION = re.compile(r"Att(n|ention)\w*$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Report of `replace_attention`; `str` is a readable table."""
+
+    attention: str
+    """Name of the new attention."""
+    changed: Mapping[str, str]
+    """Class of each replaced module before the replacement, by the module's name."""
+    unchanged: Mapping[str, str]
+    """Why a module that looks like an attention keeps its own, by the module's name."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.changed)} attentions are {self.attention} now:"]
+        lines += [f"  {name or '(the model)'}: {kind}" for name, kind in self.changed.items()]
+        if self.unchanged:
+            lines.append(f"{len(self.unchanged)} modules keep their attention:")
+            lines += [f"  {name or '(the model)'}: {why}" for name, why in self.unchanged.items()]
+        return "\n".join(lines)
+
+
+def replace_attention(
+    model: nn.Module, attention: str = RECOMMENDED, **options: Any
+) -> Replacement:
+    """Give every attention of a model another kind, in place; the weights stay.
+
+    Replaced are `torch.nn.MultiheadAttention` (also in torch's transformer layers, whose fast path
+    is switched off), the attentions of transformers, and modules that call
+    `scaled_dot_product_attention` once, such as those of timm. Learned options of the new attention
+    are new parameters: create the optimizer afterwards.
+
+    Args:
+        model: Any module.
+        attention: Name in `reluformer.ATTENTIONS`.
+        **options: Options of the attention and of `AttentionCore`.
+
+    Returns:
+        The replaced modules, and those that look like an attention and could not be replaced.
+
+    Raises:
+        UserError: If no attention of the model can be replaced, or an option is not allowed.
+    """
+    changed: dict[str, str] = {}
+    unchanged: dict[str, str] = {}
+    inside: list[str] = []
+    for name, module in list(model.named_modules()):
+        if any(name.startswith(prefix) for prefix in inside):
+            continue
+        if _is_transformers_model(module):
+            done, left = _replace_in_transformers(module, attention, options)
+            changed |= {_join(name, path): kind for path, kind in done.items()}
+            unchanged |= {_join(name, path): why for path, why in left.items()}
+            inside.append(_join(name, ""))
+            continue
+        kind = type(module).__name__
+        reason = _replace(module, attention, options)
+        if reason is None:
+            changed[name] = kind
+            inside.append(_join(name, ""))
+        elif reason:
+            unchanged[name] = reason
+    # Encoders of torch have a fast path of their own.
+    convert_attentions(model, None)
+    if not changed:
+        reasons = "; ".join(f"{name or 'it'}: {reason}" for name, reason in unchanged.items())
+        raise UserError(
+            f"model has no attention that can be replaced, got {type(model).__name__}"
+            + (f" ({reasons})" if reasons else "")
+        )
+    return Replacement(attention, changed, unchanged)
+
+
+def _replace(module: nn.Module, attention: str, options: Mapping[str, Any]) -> str | None:
+    """Replace the attention of a module; otherwise the reason, empty for other modules."""
+    if type(module) in (nn.MultiheadAttention, MultiheadAttention):
+        MultiheadAttention.from_torch(module, attention, options)  # type: ignore[arg-type]
+        return None
+    if isinstance(module, RedirectedAttention):
+        redirect(module, attention, options)
+        return None
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{type(module).__name__} is a subclass of MultiheadAttention"
+    if isinstance(module, AttentionCore) or not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+        return ""
+    reason = why_not_redirected(module)
+    if reason is not None:
+        return f"{type(module).__name__} is not known, and {reason}"
+    redirect(module, attention, options)
+    return None
+
+
+def _is_transformers_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, without importing the package."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def _replace_in_transformers(
+    model: nn.Module, attention: str, options: Mapping[str, Any]
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Replaced and remaining attentions of a model of transformers."""
+    # `reluformer.hf` imports this package and an optional one.
+    hf = import_module("reluformer.hf")
+    report = hf.replace_attention_modules(model, attention, options)
+    return dict(report.changed), dict(report.unchanged)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,203 @@
+"""Modules that call `scaled_dot_product_attention`, such as those of timm, with another attention.
+
+While the forward pass of such a module runs, calls of torch's function go to an `AttentionCore`.
+The module keeps its class's code, parameters and names.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from reluformer.errors import UserError
+from reluformer.nn.core import RECOMMENDED, AttentionCore
+from reluformer.nn.masks import MaskSizes, from_sdpa
+
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads")
+# Classes of converted modules by their original class.
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_WIDTHS = ("head_dim", "attention_head_size", "d_head")
+
+
+class RedirectedAttention(nn.Module):
+    """Base of converted modules: their calls of torch's attention go to `core`."""
+
+    original: ClassVar[type[nn.Module]]
+    """Class of the module before the conversion."""
+    core: AttentionCore
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Forward pass of the original class with the attention of `core`."""
+        redirection = _Redirection(self.core)
+        # `with ... as` hides the attributes of the context from torch.compile.
+        with redirection:
+            output = super().forward(*arguments, **keywords)
+        if redirection.calls != 1:
+            raise UserError(
+                f"{self.original.__name__}.forward must call scaled_dot_product_attention once to "
+                f"have its attention replaced, got {redirection.calls} calls"
+            )
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is created at run time, and pickle cannot import it.
+        return _rebuild, (self.original,), self.__dict__
+
+
+def redirect(
+    module: nn.Module, attention: str = RECOMMENDED, options: Mapping[str, Any] | None = None
+) -> None:
+    """Give a module that calls `scaled_dot_product_attention` another attention, in place.
+
+    Args:
+        module: Module with the attributes `num_heads` and `head_dim` or `scale`.
+        attention: Name in `reluformer.ATTENTIONS`.
+        options: Options of the attention and of `AttentionCore`.
+
+    Raises:
+        UserError: If the attention of the module cannot be replaced.
+    """
+    if not isinstance(module, RedirectedAttention):
+        reason = why_not_redirected(module)
+        if reason is not None:
+            raise UserError(f"{type(module).__name__} cannot be replaced: {reason}")
+    # The core is built first, so that a mistake leaves the module as it was.
+    core = _core(module, attention, options)
+    if not isinstance(module, RedirectedAttention):
+        module.__class__ = redirected_class(type(module))
+    _install(module, core)
+
+
+def why_not_redirected(module: nn.Module) -> str | None:
+    """One clause that says why the attention of a module cannot be replaced, or None if it can."""
+    calls = _calls(type(module))
+    if calls is None:
+        return "its source cannot be read"
+    if calls != 1:
+        return f"its forward calls scaled_dot_product_attention {calls} times and not once"
+    if _first(module, _HEADS) is None or _head_dim(module) is None:
+        return "it has no attributes num_heads and head_dim or scale"
+    return None
+
+
+def redirected_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Subclass of a module's class whose calls of torch's attention are redirected."""
+    if original not in _CLASSES:
+        name = f"Redirected{original.__name__}"
+        _CLASSES[original] = type(name, (RedirectedAttention, original), {"original": original})
+    return _CLASSES[original]
+
+
+def attention_layer(
+    base: type[nn.Module], attention: str = RECOMMENDED, options: Mapping[str, Any] | None = None
+) -> type[nn.Module]:
+    """Class that builds a module of class `base` with another attention.
+
+    Args:
+        base: Class whose forward calls `scaled_dot_product_attention` once.
+        attention: Name in `reluformer.ATTENTIONS`.
+        options: Options of the attention and of `AttentionCore`.
+    """
+    redirected = redirected_class(base)
+
+    def build(self: nn.Module, *arguments: Any, **keywords: Any) -> None:
+        base.__init__(self, *arguments, **keywords)
+        _install(self, _core(self, attention, options))
+        # The instance belongs to a class that pickle can rebuild.
+        self.__class__ = redirected
+
+    return type(base.__name__, (redirected,), {"__init__": build})
+
+
+class _Redirection(TorchFunctionMode):
+    """Context in which calls of torch's attention go to a core, and are counted."""
+
+    def __init__(self, core: AttentionCore) -> None:
+        super().__init__()
+        self.core, self.calls = core, 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            self.calls += 1
+            return self.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`scaled_dot_product_attention` with the attention of the core."""
+        sizes = MaskSizes(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
+        masks = from_sdpa(attn_mask, is_causal, sizes)
+        # Cosines have a scale of their own.
+        scale = None if self.core.row.cosine else scale
+        output: Tensor = self.core(
+            query, key, value, **masks._asdict(), dropout_p=dropout_p, scale=scale
+        )[0]
+        return output
+
+
+def _install(module: Any, core: AttentionCore) -> None:
+    module.core = core.train(module.training)
+    if hasattr(module, "fused_attn"):
+        # timm calls torch's function only if this is True.
+        module.fused_attn = True
+
+
+def _core(module: nn.Module, attention: str, options: Mapping[str, Any] | None) -> AttentionCore:
+    """A core that fits a module."""
+    weight = next(module.parameters())
+    heads, head_dim = _first(module, _HEADS), _head_dim(module)
+    assert heads is not None and head_dim is not None
+    core = AttentionCore(
+        heads, head_dim, attention, options, device=weight.device, dtype=weight.dtype
+    )
+    if core.needs_gate:
+        name = type(module).__name__
+        raise UserError(f"attention {attention!r} needs a gate, which {name} does not have")
+    return core
+
+
+def _calls(original: type[nn.Module]) -> int | None:
+    """Number of calls of torch's attention in the source of `forward`; None without source."""
+    try:
+        source = inspect.getsource(original.forward)
+    except (OSError, TypeError):
+        return None
+    return source.count("scaled_dot_product_attention(")
+
+
+def _head_dim(module: nn.Module) -> int | None:
+    """Width of a head, from the attributes of a module."""
+    width = _first(module, _WIDTHS)
+    scale = getattr(module, "scale", None)
+    if width is None and isinstance(scale, float) and scale > 0:
+        return round(scale**-2)
+    return width
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    """First of some attributes that is a whole number."""
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _rebuild(original: type[nn.Module]) -> nn.Module:
+    cls = redirected_class(original)
+    return cls.__new__(cls)
