@@ -139,6 +139,11 @@ class Tokenizer:
                 f"text {bad[:40]!r} has a lone surrogate, which is not a character"
             ) from None
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, and the first and last character (exclusive) that each stands for."""
+        encoding = self._bpe.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special ids; bytes that are not UTF-8 become U+FFFD."""
         text: str = self._bpe.decode([i for i in ids if i > SEP], skip_special_tokens=False)

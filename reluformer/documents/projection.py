@@ -1,0 +1,185 @@
+"""Inline markup put around the words of a translation that correspond to the original ones."""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from reluformer.documents.passage import Mark, Passage
+from reluformer.translation.alignment import find_words
+
+# White space inside markup is no place for a line break. Unicode reserves these code points for
+# internal use, so that they do not occur in documents.
+_HIDDEN = {" ": "\ufdd0", "\t": "\ufdd1", "\n": "\ufdd2", "\r": "\ufdd3"}
+_HIDE = str.maketrans(_HIDDEN)
+_SHOW = str.maketrans({hidden: shown for shown, hidden in _HIDDEN.items()})
+# Words inside an element that may be aligned elsewhere: articles, for example.
+_GAP = 1
+
+
+class _Placed(NamedTuple):
+    """A mark around the words [first, end) of a translation."""
+
+    mark: Mark
+    inner: "list[_Placed]"
+    first: int
+    end: int
+
+
+def project(passage: Passage, translation: str, alignment: Sequence[int]) -> str:
+    """Write a translation in the passage's format, with every mark of the passage.
+
+    Args:
+        passage: The original.
+        translation: Plain text.
+        alignment: For each word of the translation (`find_words`) the index of the word of the
+            original that it translates.
+
+    Returns:
+        All text and all markup. Content that is never translated replaces its translation.
+    """
+    if not passage.marks:
+        return passage.lay_out(passage.escape(translation))
+    writer = _Writer(passage, translation, alignment)
+    return passage.lay_out(writer.write()).translate(_SHOW)
+
+
+class _Writer:
+    def __init__(self, passage: Passage, translation: str, alignment: Sequence[int]) -> None:
+        self.passage, self.target = passage, translation
+        self.source_words: list[tuple[int, int]] = []
+        self.words: list[tuple[int, int]] = []
+        self.alignment: list[int] = []
+        self._split_words(alignment)
+        self._used: set[int] = set()
+
+    def _split_words(self, alignment: Sequence[int]) -> None:
+        """Split words at marks inside of them, and copies of these words in the translation."""
+        source, target = self.passage.text, self.target
+        cuts = sorted({place for mark in self.passage.marks for place in (mark.start, mark.end)})
+        words, pieces = find_words(source), []
+        for start, end in words:
+            inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, end)]
+            pieces.append((len(self.source_words), list(pairwise([start, *inside, end]))))
+            self.source_words += pieces[-1][1]
+        for (start, end), word in zip(find_words(target), alignment, strict=True):
+            first, parts = pieces[word]
+            low, high = words[word]
+            if target[start:end] == source[low:high]:
+                self.words += [(start + a - low, start + b - low) for a, b in parts]
+                self.alignment += range(first, first + len(parts))
+            else:
+                self.words.append((start, end))
+                self.alignment.append(first)
+
+    def write(self) -> str:
+        """The translation with all marks."""
+        placed = self._place(list(self.passage.marks), 0, len(self.words))
+        return self._text(placed, 0, len(self.target))
+
+    def _place(self, marks: list[Mark], first: int, end: int) -> list[_Placed]:
+        """Find places for marks inside the words [first, end); places do not overlap."""
+        wanted = []
+        while marks:
+            mark, *rest = marks
+            wanted.append((self._range(mark, first, end), mark, rest[: mark.inner]))
+            marks = rest[mark.inner :]
+        wanted.sort(key=lambda item: item[0])
+        placed = []
+        for (low, high), mark, inner in wanted:
+            low = max(low, first)
+            high = max(low, high)
+            placed.append(_Placed(mark, self._place(inner, low, high), low, high))
+            first = high
+        return placed
+
+    def _range(self, mark: Mark, first: int, end: int) -> tuple[int, int]:
+        """Words of the translation that a mark belongs around."""
+        if mark.is_verbatim and (copied := self._copied(mark, first, end)):
+            return copied
+        covered = [
+            index
+            for index, (start, stop) in enumerate(self.source_words)
+            if start < mark.end and stop > mark.start
+        ]
+        if covered:
+            inside = [
+                word
+                for word in range(first, end)
+                if covered[0] <= self.alignment[word] <= covered[-1]
+            ]
+            if inside:
+                return _longest_run(inside, 0 if mark.is_verbatim else _GAP)
+        place = self._empty_place(mark, first, end)
+        return place, place
+
+    def _empty_place(self, mark: Mark, first: int, end: int) -> int:
+        """Place of a mark without words: behind the translation of the word before it."""
+        before = [i for i, (_, stop) in enumerate(self.source_words) if stop <= mark.start]
+        if not before:
+            return first
+        following = [word + 1 for word in range(first, end) if self.alignment[word] == before[-1]]
+        if following:
+            return following[-1]
+        share = len(before) / len(self.source_words)
+        return min(max(round(share * len(self.words)), first), end)
+
+    def _copied(self, mark: Mark, first: int, end: int) -> tuple[int, int] | None:
+        """Words [first, end) that the model has copied from a verbatim mark, nearest to its place.
+
+        A copy belongs to one mark only.
+        """
+        visible = self.passage.text[mark.start : mark.end]
+        place = mark.start * len(self.target) / len(self.passage.text)
+        copies = [
+            found.start()
+            for found in re.finditer(re.escape(visible), self.target)
+            if visible and found.start() not in self._used
+        ]
+        for start in sorted(copies, key=lambda start: abs(start - place)):
+            stop = start + len(visible)
+            inside = [
+                word
+                for word in range(first, end)
+                if start <= self.words[word][0] and self.words[word][1] <= stop
+            ]
+            if inside:
+                self._used.add(start)
+                return inside[0], inside[-1] + 1
+        return None
+
+    def _text(self, placed: list[_Placed], start: int, end: int) -> str:
+        """Characters [start, end) of the translation with marks."""
+        written, escape = [], self.passage.escape
+        for mark, inner, first, last in placed:
+            has_words = first < last
+            low = min(max(self._start(mark, first, has_words), start), end)
+            high = self.words[last - 1][1] if has_words else low
+            written.append(escape(self.target[start:low]))
+            opening, closing = mark.opening.translate(_HIDE), mark.closing.translate(_HIDE)
+            if mark.is_verbatim:
+                needs_space = not has_words and mark.end > mark.start
+                is_last = low == len(self.target)
+                written.append(" " * (needs_space and is_last and low > 0) + opening)
+                written.append(" " * (needs_space and not is_last))
+            else:
+                written += [opening, self._text(inner, low, high), closing]
+            start = high
+        return "".join([*written, escape(self.target[start:end])])
+
+    def _start(self, mark: Mark, first: int, has_words: bool) -> int:
+        """Character before which a mark is written that is placed before the word `first`."""
+        is_attached = mark.start > 0 and not self.passage.text[mark.start - 1].isspace()
+        if first > 0 and not has_words and is_attached:
+            return self.words[first - 1][1]
+        return self.words[first][0] if first < len(self.words) else len(self.target)
+
+
+def _longest_run(words: list[int], gap: int) -> tuple[int, int]:
+    """Longest range [first, end) of sorted indices with at most `gap` missing between two."""
+    best = run = (words[0], words[0] + 1)
+    for word in words[1:]:
+        run = (run[0], word + 1) if word - run[1] <= gap else (word, word + 1)
+        best = max(best, run, key=lambda r: r[1] - r[0])
+    return best

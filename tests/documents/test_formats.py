@@ -1,0 +1,281 @@
+"""Formats of documents: structure is kept, only text is translated, nothing is dropped."""
+
+import html
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from reluformer.documents.formats import FORMATS, format_by_name, parse
+from reluformer.documents.html import tokenize
+from reluformer.documents.passage import Passage, join_parts
+from reluformer.documents.projection import project
+from reluformer.errors import UserError
+from reluformer.translation.alignment import find_words
+
+ROOT = Path(__file__).parents[2]
+PAGE = """<!doctype html><html lang="en"><head><title>My title</title><style>p { a: b }</style>
+</head><body><!-- a comment --><p>Hello <b>big <i>world</i></b>, see <a href='x>y'>here</a>.</p>
+<pre>kept as it is</pre><p>A &lt; B &amp; C: <code>f(x)</code> is fine <img src=x> today.<br>Second.
+<p translate="no">Also kept<p>Last <unclosed>one</body></html>
+"""
+SUBTITLES = (
+    "1\n00:00:01,000 --> 00:00:02,000\n<i>Hello there,</i>\nmy friend.\n\n"
+    "2\r\n00:00:03,000 --> 00:00:04,000\r\n{\\an8}- Yes.\r\n- No 7!\r\n"
+)
+NOTES = """---
+title: kept
+---
+# A *short* title &amp; more
+
+See [a **bold** page](http://x.y 'T'), [ref], [text][ref], ![an image](u.png), `` a`b `` and
+<b>tags</b> or <http://a.b>\\
+after a break \\* here.
+
+| name | value |
+|------|------:|
+| one  | `two` |
+
+> a quotation
+> of two lines
+
+1. first
+   1. nested
+- [ ] a task
+
+```py
+code = "kept"
+```
+
+[ref]: http://z.example
+"""
+
+
+def texts(document: str, name: str) -> list[str]:
+    return [part.text for part in parse(document, name) if isinstance(part, Passage)]
+
+
+def rewrite(document: str, name: str, change=lambda text: text) -> str:
+    """Translate every passage by a function that keeps the number of words."""
+    parts = parse(document, name)
+    passages = [part for part in parts if isinstance(part, Passage)]
+    finished = [project(p, change(p.text), range(len(find_words(p.text)))) for p in passages]
+    return join_parts(parts, finished)
+
+
+def test_html_text_is_found_and_everything_else_is_kept() -> None:
+    assert texts(PAGE, "html") == [
+        "My title",
+        "Hello big world, see here.",
+        "A < B & C: f(x) is fine today.",
+        "Second.",
+        "Also kept",
+        "Last",
+        "one",
+    ]
+    loud = rewrite(PAGE, "html", str.upper)
+    assert "<p>HELLO <b>BIG <i>WORLD</i></b>, SEE <a href='x>y'>HERE</a>.</p>" in loud
+    assert "A &lt; B &amp; C: <code>f(x)</code> IS FINE <img src=x> TODAY.<br>SECOND." in loud
+    assert "<pre>kept as it is</pre>" in loud and "p { a: b }" in loud
+    assert "<!-- a comment -->" in loud
+    assert rewrite(PAGE, "html") == PAGE
+
+
+def test_closed_elements_that_must_not_be_translated_are_kept() -> None:
+    page = '<div class="x notranslate">a <b>b</b></div><p>c <span translate=no>d e</span> f</p>'
+    assert texts(page, "html") == ["c d e f"]
+    assert rewrite(page, "html", str.upper) == page.replace(">c ", ">C ").replace("> f", "> F")
+
+
+def test_marks_inside_words_stay_inside_copied_words() -> None:
+    page = "<p>Water is H<sub>2</sub>O, not <b>H</b><i>2</i>.</p>"
+    assert rewrite(page, "html") == page
+    (passage,) = (part for part in parse(page, "html") if isinstance(part, Passage))
+    order = [4, 2, 0, 0, 0, 5, 6]
+    written = project(passage, "nicht H2O Wasser ist das H2 .", order)
+    assert written == "nicht H<sub>2</sub>O Wasser ist das <b>H</b><i>2</i> ."
+
+
+def test_subtitles_keep_numbers_times_tags_and_lines() -> None:
+    assert texts(SUBTITLES, "srt") == ["Hello there, my friend.", "Yes.", "No 7!"]
+    loud = rewrite(SUBTITLES, "srt", str.upper)
+    assert loud == (
+        "1\n00:00:01,000 --> 00:00:02,000\n<i>HELLO THERE,</i>\nMY FRIEND.\n\n"
+        "2\r\n00:00:03,000 --> 00:00:04,000\r\n{\\an8}- YES.\r\n- NO 7!\r\n"
+    )
+
+
+def test_markdown_keeps_code_addresses_and_structure() -> None:
+    loud = rewrite(NOTES, "markdown", str.upper)
+    for kept in ("title: kept", 'code = "kept"', "(http://x.y 'T')", "![an image](u.png)"):
+        assert kept in loud
+    for kept in ("`` a`b ``", "<http://a.b>", "[ref]: http://z.example", "|------|------:|"):
+        assert kept in loud
+    assert "# A *SHORT* TITLE & MORE" in loud
+    assert "[A **BOLD** PAGE]" in loud and "[REF][REF]" in loud and "[TEXT][ref]" in loud
+    assert "| ONE  | `two` |" in loud and "\n   1. NESTED\n- [ ] A TASK\n" in loud
+
+
+def rendered(document: str) -> str:
+    page = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(document)
+    return re.sub(r"\s+", " ", page)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/kernels.md", "docs/log.md", "docs/quick-start.md"]
+)
+def test_markdown_of_this_repository_renders_the_same(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert rendered(rewrite(text, "markdown")) == rendered(text)
+    found = sum(map(len, texts(text, "markdown")))
+    assert found > 0.3 * len(text)
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "word",
+            "Two words. ",
+            "*",
+            "**",
+            "_",
+            "`",
+            "``",
+            "[",
+            "]",
+            "](x)",
+            "][",
+            "!",
+            "<b>",
+            "</b>",
+        ]
+        + [
+            "<",
+            ">",
+            "\\",
+            "\n",
+            "\n\n",
+            "  \n",
+            "# ",
+            "> ",
+            "- ",
+            "1. ",
+            "    ",
+            "|",
+            "|-|-|",
+            "&amp;",
+        ]
+        + [
+            "[r]: x\n",
+            "~~",
+            "http://x.y",
+            "\t",
+            "---",
+            "```",
+            "<!--",
+            "-->",
+            "\r\n",
+            "é",
+            "<a href='",
+        ]
+        + ["<pre>", "</pre>", "<p>", "<code>", "</code>", "<i>", "</i>", "a ", "\u00a0", "\ufeff"]
+    ),
+    max_size=24,
+).map("".join)
+
+
+@given(PIECES)
+@settings(max_examples=300)
+def test_any_markdown_renders_the_same_after_an_identical_translation(text: str) -> None:
+    # A blank may move to the other side of a tag.
+    pages = (html.unescape(rendered(page)) for page in (rewrite(text, "markdown"), text))
+    again, page = (re.sub(r"\s*(<[^<>]*>)\s*", r"\1", each) for each in pages)
+    assert again == page
+
+
+@given(PIECES)
+@settings(max_examples=300)
+def test_html_keeps_all_tags_and_words(text: str) -> None:
+    assert "".join(token.literal for token in tokenize(text)) == text
+    again = rewrite(text, "html")
+    kept = [t.literal for t in tokenize(text) if t.kind != "text"]
+    assert [t.literal for t in tokenize(again) if t.kind != "text"] == kept
+
+    def words(page: str) -> list[str]:
+        shown = (html.unescape(t.literal) for t in tokenize(page) if t.kind == "text")
+        return "".join(shown).split()
+
+    assert "".join(words(again)) == "".join(words(text))
+
+
+@given(PIECES, st.sampled_from(["text", "srt"]))
+@settings(max_examples=300)
+def test_text_and_subtitles_keep_all_words(text: str, name: str) -> None:
+    text = f"1\n00:00:01,000 --> 00:00:02,000\n{text}"
+    assert "".join(rewrite(text, name).split()) == "".join(text.split())
+
+
+@given(PIECES, st.sampled_from(sorted(FORMATS)), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_marks_survive_any_translation_and_any_alignment(
+    text: str, name: str, rng: random.Random
+) -> None:
+    for part in parse(text, name):
+        if isinstance(part, Passage):
+            assert part.text == " ".join(part.text.split())
+            target = " ".join(rng.choices(["Wort", "und", ".", "Haus"], k=rng.randrange(6)))
+            source_words = len(find_words(part.text))
+            alignment = [rng.randrange(source_words) for _ in find_words(target)]
+            result = project(part, target, alignment)
+            for mark in part.marks:
+                for literal in (mark.opening, mark.closing):
+                    assert "".join(literal.split()) in "".join(result.split())
+
+
+def test_wrapped_paragraphs_are_wrapped_again() -> None:
+    text = (
+        "  A title\n\n  This paragraph was wrapped by an editor, so that\n"
+        "  its lines are one passage. It ends in the third of\n  them.\n"
+    )
+    assert texts(text, "text")[1].startswith("This paragraph was wrapped by an editor, so that its")
+    assert rewrite(text, "text") == text
+    text = "Dear all,\nthe meeting is at noon today, and it takes an hour.\nBest\n"
+    assert len(texts(text, "text")) == 3
+    assert texts("* one\n2) two\n[x] three\n", "text") == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_hostile_documents_take_linear_time(name: str) -> None:
+    start = time.process_time()
+    for piece in (
+        "<a ",
+        "<!--",
+        "<code>",
+        "</b>",
+        "<b>",
+        "[",
+        "](",
+        "*a ",
+        "`",
+        "> ",
+        "- ",
+        "|a",
+        "a@",
+    ):
+        document = "1\n00:00:01,000 --> 00:00:02,000\n" + piece * (8_000 // len(piece))
+        rewrite(document, name)
+    assert time.process_time() - start < 20
+
+
+def test_formats_are_known_by_their_endings() -> None:
+    assert format_by_name(Path("a/b.MD")) == "markdown"
+    assert format_by_name(Path("talk.en")) is None
+    with pytest.raises(
+        UserError, match="format must be one of text, markdown, html, srt, got 'pdf'"
+    ):
+        parse("", "pdf")
