@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -14,10 +14,16 @@ from reluformer.errors import UserError
 
 if TYPE_CHECKING:
     from reluformer.translation.translator import Translator
+    from reluformer.translation.workers import Workers
 
 
 def translate(
-    model: Annotated[Path, typer.Option(help="Folder of a run, a finished model or a checkpoint.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a run, a finished model or a checkpoint; default: the shipped model."
+        ),
+    ] = None,
     document: Annotated[
         bool,
         typer.Option("--document", help="Translate the sentences of a document together."),
@@ -28,6 +34,15 @@ def translate(
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Text file to write; default: standard output.")
+    ] = None,
+    format_: Annotated[
+        Literal["lines", "text", "markdown", "html", "srt"] | None,
+        typer.Option(
+            "--format",
+            help="Format of the input. In `lines`, every line is a sentence. In the other formats "
+            "sentences are found in running text, are translated together, and markup is kept. "
+            "Default: by the ending of --input (.md, .html, .srt), otherwise lines.",
+        ),
     ] = None,
     beam: Annotated[
         int | None, typer.Option(help="Beam size; 1 is greedy search. Default: as in the recipe.")
@@ -72,14 +87,13 @@ def translate(
         Path | None, typer.Option(help="JSON file to write all attention maps to.")
     ] = None,
 ) -> None:
-    """Translate text, one output line for each input line.
+    """Translate text, one output line for each input line, or a document with its structure.
 
     Reads standard input and writes standard output unless --input and --output are given. With
     --document, `<d>` lines and blank lines separate documents.
     """
+    from reluformer.documents.formats import format_by_name
     from reluformer.files import check_writable, write_json
-    from reluformer.translation.line_reader import LineReader
-    from reluformer.translation.stream import open_source, open_target, translate_stream
     from reluformer.translation.translator import Translator
     from reluformer.translation.workers import join_workers
 
@@ -93,10 +107,16 @@ def translate(
     for name, value in sampling.items():
         if value is not None and not sample:
             raise UserError(f"{name} is {value}, which needs --sample")
+    by_ending = None if input_ is None else format_by_name(input_)
+    # Files of sentences are often called .txt, so that running text must be asked for.
+    format_ = format_ or ("lines" if by_ending in (None, "text") else cast(Any, by_ending))
     with ExitStack() as stack:
         workers = stack.enter_context(join_workers(device))
-        if maps is not None and workers.world > 1:
-            raise UserError(f"maps is {maps}, which needs a single process, got {workers.world}")
+        for option, value in (("maps", maps), ("format", format_)):
+            if value not in (None, "lines") and workers.world > 1:
+                raise UserError(
+                    f"{option} is {value}, which needs a single process, got {workers.world}"
+                )
         translator = Translator.load(
             model,
             device=device,
@@ -106,16 +126,38 @@ def translate(
             **{name: value for name, value in search.items() if value is not None},
         )
         recorded = stack.enter_context(translator.recording()) if maps is not None else []
-        # Only rank 0 reads and writes.
-        is_first = workers.rank == 0
-        name = "standard input" if input_ is None else str(input_)
-        reader = LineReader(stack.enter_context(open_source(input_ if is_first else None)), name)
-        out = stack.enter_context(open_target(output if is_first else None))
-        if is_first:
+        if workers.rank == 0:
             stack.enter_context(_progress(translator))
-        translate_stream(translator, reader, out, document=document, workers=workers)
+        if format_ == "lines":
+            _translate_lines(translator, input_, output, document, workers)
+        else:
+            # The splitter of sentences is not installed everywhere.
+            from reluformer.documents.files import translate_document_file
+
+            translate_document_file(translator, input_, output, format_)
     if maps is not None:
         write_json(maps, [text_maps.to_dict() for text_maps in recorded])
+
+
+def _translate_lines(
+    translator: "Translator",
+    source: Path | None,
+    target: Path | None,
+    document: bool,
+    workers: "Workers",
+) -> None:
+    """Translate line by line; only rank 0 reads and writes."""
+    from reluformer.translation.line_reader import LineReader
+    from reluformer.translation.stream import open_source, open_target, translate_stream
+
+    is_first = workers.rank == 0
+    name = "standard input" if source is None else str(source)
+    with (
+        open_source(source if is_first else None) as file,
+        open_target(target if is_first else None) as out,
+    ):
+        reader = LineReader(file, name)
+        translate_stream(translator, reader, out, document=document, workers=workers)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def _plain(
     events: Sequence[_Event], pairs: dict[int, int], first: int
 ) -> tuple[str, tuple[Mark, ...]]:
     """Plain text of events, and the marks in it; arguments as in `_passage`."""
-    text, starts, marks = "", dict[int, int](), list[Mark]()
+    text, starts, marks, last_spaced = "", dict[int, int](), list[Mark](), -1
     for index, event in enumerate(events, first):
         if event.kind == "text":
             added = _SPACES.sub(" ", event.visible)
@@ -116,6 +116,7 @@ def _plain(
                 # Without this space, an image would touch the next word.
                 if marks and marks[-1].is_verbatim and marks[-1].start == len(text):
                     marks[-1] = marks[-1]._replace(opening=f"{marks[-1].opening} ")
+                    last_spaced = len(marks) - 1
             text += added
         elif event.kind == "verbatim":
             marks.append(Mark(len(text), len(text + event.visible), event.literal, "", True))
@@ -131,7 +132,10 @@ def _plain(
     behind = [i for i, mark in enumerate(marks) if mark.is_verbatim and mark.start > end]
     if behind:
         marks[behind[0]] = marks[behind[0]]._replace(opening=f" {marks[behind[0]].opening}")
-        marks[behind[-1]] = marks[behind[-1]]._replace(opening=marks[behind[-1]].opening.rstrip())
+        if behind[-1] == last_spaced:
+            marks[last_spaced] = marks[last_spaced]._replace(
+                opening=marks[last_spaced].opening[:-1]
+            )
     clipped = (m._replace(start=min(m.start, end), end=min(m.end, end)) for m in marks)
     return text[:end], tuple(clipped)
 

@@ -95,7 +95,8 @@ def _layout(token: Token, end: str, prefix: str) -> Callable[[str], str]:
 
 
 def _wrap(text: str, width: int, end: str, prefix: str) -> str:
-    lines = wrap(text, width).split("\n")
+    # A tag at the start of a line may begin a block.
+    lines = re.sub(r"\n(?=<)", " ", wrap(text, width)).split("\n")
     return f"{end}{prefix}".join(_LINE_START.sub(_escape_start, line) for line in lines)
 
 

@@ -89,7 +89,9 @@ class _Writer:
         placed = []
         for (low, high), mark, inner in wanted:
             low = max(low, first)
-            high = max(low, high)
+            # An element that had words keeps at least one, if one is left.
+            has_words = mark.end > mark.start and not mark.is_verbatim
+            high = max(low, high, min(low + has_words, end))
             placed.append(_Placed(mark, self._place(inner, low, high), low, high))
             first = high
         return placed
@@ -164,7 +166,10 @@ class _Writer:
                 written.append(" " * (needs_space and is_last and low > 0) + opening)
                 written.append(" " * (needs_space and not is_last))
             else:
-                written += [opening, self._text(inner, low, high), closing]
+                inside = self._text(inner, low, high)
+                # Delimiters such as "**" around nothing would be other markup.
+                if inside or mark.opening != mark.closing:
+                    written += [opening, inside, closing]
             start = high
         return "".join([*written, escape(self.target[start:end])])
 

@@ -129,7 +129,7 @@ class Document:
         ]
         first, limit = 0, float(pace.first)
         while first < count:
-            span = pack(lengths[first:], int(limit))[0]
+            span = pack(lengths[first : first + _BLOCK], int(limit))[0]
             yield first, first + len(span)
             first += len(span)
             limit = min(limit * pace.growth, translator.max_length)

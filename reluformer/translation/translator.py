@@ -20,6 +20,7 @@ from reluformer.checkpoint import load_run
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
+from reluformer.shipped import shipped_model
 from reluformer.translation.attention_maps import AttentionMaps, compute_maps
 from reluformer.translation.search import Hypothesis, SearchConfig, search
 from reluformer.translation.segments import SegmentedLines, Span, one_line
@@ -93,7 +94,7 @@ class Translator:
     @classmethod
     def load(
         cls,
-        path: Path | str,
+        path: Path | str | None = None,
         *,
         device: str | None = None,
         precision: Precision | None = None,
@@ -104,7 +105,7 @@ class Translator:
         """Load the translator of a run's folder, a finished model or a checkpoint.
 
         Args:
-            path: Folder of the run, the model or the checkpoint.
+            path: Folder of the run, the model or the checkpoint; default: the shipped model.
             device: `"cpu"` or `"cuda"`; default: a GPU if there is one.
             precision: `"float32"` or `"bfloat16"`; default: bfloat16 on a GPU, float32 on a CPU.
             max_length: As in `Translator`.
@@ -120,7 +121,7 @@ class Translator:
                 raise UserError(
                     f"{name} is not a setting of the search, allowed: {', '.join(allowed)}"
                 )
-        run = load_run(path)
+        run = load_run(shipped_model() if path is None else path)
         decode = run.recipe.decode
         defaults = {"beam": decode.beam, "length_penalty": decode.length_penalty}
         config = SearchConfig(**{**defaults, **search})

@@ -14,6 +14,7 @@ from reluformer.errors import UserError
 from reluformer.model import ModelConfig, ReLUFormer
 from reluformer.model.kv_cache import DecoderState
 from reluformer.model.records import KeyValues
+from reluformer.translation.cancellation import check_cancelled
 
 
 class Hypothesis(NamedTuple):
@@ -98,6 +99,7 @@ class StepDecoder(ABC):
             Logits [B * beams, vocabulary], -inf for tokens that are not allowed, and their
             log-sum-exp [B * beams, 1] over all tokens. Their difference is the log-probability.
         """
+        check_cancelled()
         eos = self.config.eos_id
         logits, total = self.next_logits()
         if not total.isfinite().all():

@@ -1,0 +1,1 @@
+"""A web server with a page and an API for translation."""
