@@ -1,4 +1,4 @@
-"""The command line: prepare, recipes, train, translate, evaluate, inspect, study,
+"""The command line: prepare, recipes, train, translate, serve, evaluate, inspect, study,
 report, bench, info.
 
 Each command is a thin layer over a function of the package, which is imported when the command
@@ -16,6 +16,7 @@ from reluformer.cli.evaluation import evaluate
 from reluformer.cli.information import info
 from reluformer.cli.inspection import inspect
 from reluformer.cli.preparation import prepare
+from reluformer.cli.serving import serve
 from reluformer.cli.studies import report, study
 from reluformer.cli.training import recipes, train
 from reluformer.cli.translation import translate
@@ -28,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (
-    prepare, recipes, train, translate, evaluate, inspect, study, report, bench, info,
+    prepare, recipes, train, translate, serve, evaluate, inspect, study, report, bench, info,
 ):  # fmt: skip
     app.command()(guarded(_command))
 

@@ -112,10 +112,11 @@ def translate(
     format_ = format_ or ("lines" if by_ending in (None, "text") else cast(Any, by_ending))
     with ExitStack() as stack:
         workers = stack.enter_context(join_workers(device))
-        for option, value in (("maps", maps), ("format", format_)):
-            if value not in (None, "lines") and workers.world > 1:
+        single = {"maps": maps, "format": None if format_ == "lines" else format_}
+        for option, setting in single.items():
+            if setting is not None and workers.world > 1:
                 raise UserError(
-                    f"{option} is {value}, which needs a single process, got {workers.world}"
+                    f"{option} is {setting}, which needs a single process, got {workers.world}"
                 )
         translator = Translator.load(
             model,

@@ -136,7 +136,7 @@ class _Writer:
         place = mark.start * len(self.target) / len(self.passage.text)
         copies = [
             found.start()
-            for found in re.finditer(re.escape(visible), self.target)
+            for found in re.finditer(re.escape(visible), self.target, re.IGNORECASE)
             if visible and found.start() not in self._used
         ]
         for start in sorted(copies, key=lambda start: abs(start - place)):

@@ -29,7 +29,8 @@ class Sentence(NamedTuple):
 class TranslatedSentence(NamedTuple):
     """A sentence and its translation."""
 
-    index: int
+    number: int
+    """Its index in the document."""
     source: str
     target: str
 

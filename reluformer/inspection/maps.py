@@ -48,7 +48,7 @@ def model_maps(
     for number, source in enumerate(sources):
         target = translate.lines([source])[0] if targets is None else targets[number]
         ids = [encode(text.split("\n"))[:most_tokens] for text in (source, target)]
-        texts.append(_text(source, compute_maps(run.model, run.tokenizer, *ids)))
+        texts.append(pack_maps(source, compute_maps(run.model, run.tokenizer, *ids)))
     return {"name": name, "texts": texts}
 
 
@@ -108,7 +108,13 @@ def _asset(name: str) -> str:
     return resources.files("reluformer.inspection").joinpath("assets", name).read_text("utf-8")
 
 
-def _text(name: str, maps: AttentionMaps) -> dict[str, Any]:
+def pack_maps(name: str, maps: AttentionMaps) -> dict[str, Any]:
+    """Maps of one text as plain values, for the list `texts` of a model.
+
+    Args:
+        name: Name of the text, which is shortened.
+        maps: Its maps.
+    """
     shown = name.replace("\n", " ")
     return {
         "name": shown if len(shown) <= 60 else f"{shown[:57]}...",

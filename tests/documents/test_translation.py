@@ -43,7 +43,7 @@ def test_a_document_is_translated_in_order_with_its_structure(
     translator = EchoTranslator.load(folder)
     document = Document(TEXT, "markdown")
     done = list(document.translate(translator))
-    assert [sentence.index for sentence in done] == [0, 1, 2, 3, 4]
+    assert [sentence.number for sentence in done] == [0, 1, 2, 3, 4]
     assert done[1].source == "Is it true?"
     assert document.result() == TEXT.upper()
     assert [len(group) for group in translator.groups] == [5]

@@ -41,7 +41,8 @@
       this.data = data;
       this.weights = new Int16Array(bytes(data.weights));
       [this.layers, this.heads, this.rows, this.columns] = data.shape;
-      this.rowTokens = site === "encoder" ? text.source : text.target;
+      // A decoder's row reads in order to predict a token: the rows may be named after it.
+      this.rowTokens = site === "encoder" ? text.source : text.predicted || text.target;
       this.columnTokens = site === "decoder" ? text.target : text.source;
       this.causal = site === "decoder";
       this.querySide.textContent = `reads (${site === "encoder" ? "source" : "target"} tokens): ` +
@@ -192,4 +193,6 @@
   }
 
   document.querySelectorAll(".amap").forEach((root) => new View(root));
+  // For pages that add views later.
+  window.attentionMapView = (root) => new View(root);
 })();
