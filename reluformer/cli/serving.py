@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -62,7 +62,7 @@ def serve(
 
     folder = shipped_model() if model is None else model
     limits = Limits(characters=max_characters, seconds=max_seconds, workers=workers, queue=queue)
-    search = {} if beam is None else {"beam": beam}
+    search: dict[str, Any] = {} if beam is None else {"beam": beam}
     translator = Translator.load(folder, device=device, **search)
     service = Service(
         translator,

@@ -67,9 +67,7 @@ def read_translation(
         target: Code of the language that it translates into.
     """
     q = fields.get("q")
-    texts = q if isinstance(q, list) else [q]
-    for text in texts:
-        check_text("q", text)
+    texts = [check_text("q", text) for text in (q if isinstance(q, list) else [q])]
     if len(texts) > limits.texts:
         raise Refused(413, f"q has {len(texts)} texts; at most {limits.texts} are allowed")
     check_size(sum(map(len, texts)), limits)

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from reluformer.config.search import SearchConfig
+from reluformer.translation.cancellation import check_cancelled
 from reluformer.translation.native import layout
 from reluformer.translation.native.decoder import NativeDecoder
 from reluformer.translation.native.model import NativeModel
@@ -49,6 +50,7 @@ def beam_search(
     check_handle(handle)
     try:
         while True:
+            check_cancelled()
             rows = library.search_run(handle, _STEPS)
             check_status(rows)
             if rows == 0:
