@@ -1,6 +1,6 @@
 """Memory of checked calls, so that a repeated signature is neither checked nor chosen again."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ class Choice(NamedTuple):
 # A tensor itself would be hashed by identity.
 _KIND = attrgetter("__class__", "shape", "dtype", "device", "layout")
 _DENSE = torch.strided
+_NUMBERS = frozenset({int, float, bool, type(None)})
 
 CHOICES: dict[Hashable, Choice] = {}
 """Choices by signature."""
@@ -54,11 +55,17 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
     if visibility.mask is not None or call.bias is not None or visibility.key_lengths is not None:
         optional = (visibility.mask, call.bias, visibility.key_lengths)
         tensors = tuple([_kind(t) if isinstance(t, Tensor) else t for t in optional])
+    # Types too: 2 == 2.0 and 1 == True, but not all of them are allowed.
+    values: Iterable[Hashable] = options.values()
+    types = tuple(map(type, values))
+    if not _NUMBERS.issuperset(types):
+        values = [_kind(x) if isinstance(x, Tensor) else x for x in values]
+    causal, window, every = visibility.causal, visibility.window, call.entropy_every
     return (
         name, impl, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, device,
-        autocast_dtype(q), tensors, visibility.causal, visibility.window, call.scale, call[6:11],
-        *options, *[_kind(x) if isinstance(x, Tensor) else x for x in options.values()],
+        q.dtype, k.dtype, v.dtype, device, autocast_dtype(q), tensors,
+        causal, type(causal), window, type(window), call.scale, call[6:11], type(every),
+        types, *options, *values,
     )  # fmt: skip
 
 

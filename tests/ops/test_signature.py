@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -119,3 +120,26 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in range(1, 12):
         relu_attention(*make(rows=rows))
         assert 1 <= len(signature.CHOICES) <= 4
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        ({"power": 2}, {"power": 2.0}),
+        ({"power": 1}, {"power": True}),
+        ({"power": 2}, {"power": numpy.int64(2)}),
+        ({"window": 1}, {"window": True}),
+        ({"window": 3}, {"window": 3.0}),
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0.0}),
+        ({"entropy_every": 1}, {"entropy_every": True}),
+    ],
+    ids=str,
+)
+def test_an_equal_number_of_another_type_is_still_refused(
+    allowed: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    q, k, v = make()
+    relu_attention(q, k, v, **allowed)
+    with pytest.raises(UserError, match=f"^{next(iter(refused))} must be"):
+        relu_attention(q, k, v, **refused)
