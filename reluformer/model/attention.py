@@ -11,6 +11,7 @@ from reluformer.errors import UserError
 from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.model.gamma import Gamma
 from reluformer.model.heads import (
+    beams_of,
     beams_to_rows,
     merge_heads,
     rows_to_beams,
@@ -146,7 +147,7 @@ class MultiHeadAttention(nn.Module):
         visible = None
         if isinstance(cache, GrowingCache):
             visible = cache.visible
-            beams = 1 if visible is None else x.shape[0] // visible.shape[0]
+            beams = 1 if visible is None else beams_of(x, visible)
             context = cache.append(KeyValues(*(beams_to_rows(t, beams) for t in context)))
         elif cache is not None:
             cache.append(context)
@@ -156,7 +157,7 @@ class MultiHeadAttention(nn.Module):
                 assert rule is not None
                 heads = cache.attend(q, rule, scale)
                 return Attended(self._output(heads), None, None, None)
-        beams = q.shape[0] // context.keys.shape[0]
+        beams = beams_of(q, context.keys)
         call = self._call(beams_to_rows(q, beams), context, visible, key_lengths)
         kind_options = self._options(x, beams)
         if self.calibrating:

@@ -11,6 +11,7 @@ from reluformer.config.schema import check_fields
 from reluformer.config.search import LEAST_TEMPERATURE
 from reluformer.errors import UserError
 from reluformer.model.attention import MultiHeadAttention
+from reluformer.model.checks import check_lengths
 from reluformer.model.kv_cache import PagedLayerCache
 from reluformer.model.sampling import draw
 
@@ -62,10 +63,13 @@ def generate(
 ) -> Generated:
     """Continue prompts [B, T] of `lengths` [B] until the end token or the maximum length."""
     batch, width = tokens.shape
+    if not batch:
+        raise UserError("tokens must hold at least one prompt, got none")
     if lengths is None:
         lengths = torch.full((batch,), width)
-    if lengths.shape != (batch,) or not bool(((lengths > 0) & (lengths <= width)).all()):
-        raise UserError(f"lengths must be {batch} numbers from 1 to {width}, got {lengths}")
+    check_lengths("lengths", lengths, tokens)
+    if not bool(((lengths > 0) & (lengths <= width)).all()):
+        raise UserError(f"lengths must be numbers from 1 to {width}, got {lengths.tolist()}")
     lengths = lengths.to(tokens.device, torch.int64, copy=True)
     pad_id, eos_id = model.config.pad_id, model.config.eos_id
     text = tokens.new_full((batch, width + config.max_new_tokens), pad_id)
@@ -76,7 +80,7 @@ def generate(
     active = torch.ones(batch, dtype=torch.bool, device=tokens.device)
     for _ in range(config.max_new_tokens):
         chosen = choose(predict(text, lengths, active)).where(active, pad_id)  # [B]
-        text.scatter_(1, lengths.unsqueeze(1), chosen.unsqueeze(1))
+        text.scatter_(1, lengths.unsqueeze(1), chosen.unsqueeze(1).to(text.dtype))
         lengths += active
         active &= chosen != eos_id
         if not active.any():

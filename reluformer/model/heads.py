@@ -15,6 +15,11 @@ def merge_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
+def beams_of(rows: Tensor, sentences: Tensor) -> int:
+    """Number of rows of the first tensor for each row of the second; 1 for an empty batch."""
+    return rows.shape[0] // sentences.shape[0] if sentences.shape[0] else 1
+
+
 def beams_to_rows(q: Tensor, beams: int) -> Tensor:
     """[B * beams, H, T, D] as [B, H, beams * T, D]: the beams of a sentence share its context."""
     if beams == 1:

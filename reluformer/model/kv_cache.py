@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from reluformer.model.checks import check_beams
 from reluformer.model.positions import Start
 from reluformer.model.records import KeyValues
 from reluformer.ops import PagedCache, decode_attention
@@ -136,6 +137,7 @@ class DecoderState:
         """Prepare the caches for the next tokens [B * beams, t]: positions and visible slots."""
         rows, t = tokens.shape
         sentences = self.source[0].keys.shape[0] if self.source else rows
+        check_beams(rows, sentences)
         visible = self._visible(sentences, rows // max(sentences, 1), t, tokens.device)
         for cache in self.layers:
             cache.start, cache.visible = self.length, visible

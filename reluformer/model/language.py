@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from reluformer.context_parallel import ShardedSequence
 from reluformer.model.base import Model, Reports, final_norm, shared_gamma
 from reluformer.model.blocks import DecoderLayer
+from reluformer.model.checks import check_lengths, check_tokens
 from reluformer.model.config import ModelConfig
 from reluformer.model.generation import Generated, GenerationConfig, generate
 from reluformer.model.kv_cache import DecoderState, GrowingCache, PagedLayerCache
@@ -50,6 +51,8 @@ class ReLUFormerLM(Model):
         Returns:
             Logits [B, T, vocabulary] and records.
         """
+        check_tokens("tokens", tokens, self.target_embedding)
+        check_lengths("lengths", lengths, tokens)
         options = ForwardOptions(lengths, record, sample_rows, entropy_every, sequence)
         start: Start = 0
         if sequence is not None:
@@ -95,6 +98,7 @@ class ReLUFormerLM(Model):
         Raises:
             UserError: An argument is out of range, or `use_cache` is not supported.
         """
+        check_tokens("tokens", tokens, self.target_embedding)
         config = GenerationConfig(max_new_tokens, temperature, top_k, top_p, seed, use_cache)
         training = self.training
         self.eval()
@@ -112,6 +116,7 @@ class ReLUFormerLM(Model):
 
         The logits are those that `forward` computes from the whole text.
         """
+        check_tokens("tokens", tokens, self.target_embedding)
         start = state.length
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from reluformer.model.base import Model, Reports, embedding_table, final_norm, shared_gamma
 from reluformer.model.blocks import DecoderLayer, EncoderLayer
+from reluformer.model.checks import check_batch, check_lengths, check_tokens
 from reluformer.model.config import ModelConfig
 from reluformer.model.kv_cache import DecoderState, GrowingCache
 from reluformer.model.records import (
@@ -77,6 +78,8 @@ class ReLUFormer(Model):
         Returns:
             Logits [B, T, vocabulary] and records.
         """
+        check_tokens("target", target, self.target_embedding)
+        check_lengths("target_lengths", target_lengths, target)
         encoded = self.encode(
             source,
             source_lengths,
@@ -84,6 +87,7 @@ class ReLUFormer(Model):
             sample_rows=sample_rows,
             entropy_every=entropy_every,
         )
+        check_batch(source, target)
         options = ForwardOptions(target_lengths, record, sample_rows, entropy_every)
         x = self.embed(target, self.target_embedding)
         reports = Reports(encoded.records, encoded.expert_choices)
@@ -102,6 +106,8 @@ class ReLUFormer(Model):
         entropy_every: int = 1,
     ) -> Encoded:
         """Compute hidden states [B, S, width] of source [B, S]; arguments as in `forward`."""
+        check_tokens("source", source, self.source_embedding)
+        check_lengths("source_lengths", source_lengths, source)
         options = ForwardOptions(source_lengths, record, sample_rows, entropy_every)
         x = self.embed(source, self.source_embedding)
         reports = Reports()
@@ -123,6 +129,7 @@ class ReLUFormer(Model):
 
         The logits are those that `forward` computes from the whole target.
         """
+        check_tokens("tokens", tokens, self.target_embedding)
         start = state.length
         state.grow(tokens)
         x = self.embed(tokens, self.target_embedding, start=start)

@@ -6,8 +6,8 @@ text is cut off.
 """
 
 import logging
+import reprlib
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -23,6 +23,7 @@ from reluformer.model import ReLUFormer
 from reluformer.shipped import shipped_model
 from reluformer.translation.attention_maps import AttentionMaps, compute_maps
 from reluformer.translation.search import Hypothesis, SearchConfig, search
+from reluformer.translation.search.task import id_arrays
 from reluformer.translation.segments import SegmentedLines, Span, one_line
 from reluformer.translation.stream import translate_file
 
@@ -152,7 +153,7 @@ class Translator:
     def __call__(self, text: list[str] | tuple[str, ...]) -> list[str]: ...
     def __call__(self, text: str | list[str] | tuple[str, ...]) -> str | list[str]:
         """Translate a text, or each text of a list, line by line."""
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = [text] if isinstance(text, str) else _texts(text)
         split = [text.split("\n") for text in texts]
         translated = iter(self.lines([line for lines in split for line in lines]))
         joined = ["\n".join(next(translated) for _ in lines) for lines in split]
@@ -170,7 +171,7 @@ class Translator:
         """
         if isinstance(text, str):
             return "\n".join(self.lines(text.split("\n"), together=True))
-        return self.lines([one_line(sentence) for sentence in text], together=True)
+        return self.lines([one_line(sentence) for sentence in _texts(text)], together=True)
 
     def file(self, source: Path | str, target: Path | str, *, document: bool = False) -> None:
         """Translate the lines of a text file (plain, .xz or .gz) into another file."""
@@ -190,6 +191,7 @@ class Translator:
             together: Translate the sentences of a document together, as `document` does.
             numbers: Line numbers for warnings; default 1, 2, ...
         """
+        lines = _texts(lines)
         numbers = range(1, len(lines) + 1) if numbers is None else numbers
         if together and not self.documents:
             log.warning(
@@ -233,11 +235,12 @@ class Translator:
         Returns:
             The best hypothesis of each text, in the order of `sources`.
         """
-        results: list[Hypothesis | None] = [None] * len(sources)
-        for batch in self._batches([len(source) + 1 for source in sources]):
-            part = [sources[index] for index in batch]
+        arrays = id_arrays(sources, self.model.config.vocabulary)
+        results: list[Hypothesis | None] = [None] * len(arrays)
+        for batch in self._batches([len(ids) + 1 for ids in arrays]):
+            part = [arrays[index] for index in batch]
             # Equal texts get equal samples, independent of their position.
-            keys = [zlib.crc32(array("q", source).tobytes()) for source in part]
+            keys = [zlib.crc32(ids.tobytes()) for ids in part]
             hypotheses = search(self.model, part, self.config, banned=banned, keys=keys)
             for index, hypothesis in zip(batch, hypotheses, strict=True):
                 results[index] = hypothesis
@@ -309,6 +312,20 @@ class Translator:
             batch.append(index)
         if batch:
             yield batch
+
+
+def _texts(texts: Sequence[str]) -> list[str]:
+    """The texts as a list; refuses a single string and everything that is not text."""
+    if not isinstance(texts, str):
+        try:
+            listed = list(texts)
+        except TypeError:
+            listed = [texts]
+        wrong = [text for text in listed if not isinstance(text, str)]
+        if not wrong:
+            return listed
+        texts = wrong[0]
+    raise UserError(f"text must be a string or a list of strings, got {reprlib.repr(texts)}")
 
 
 def _ignore(texts: int) -> None:

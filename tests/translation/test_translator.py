@@ -4,6 +4,7 @@ import io
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,3 +266,26 @@ def test_the_warning_about_long_lines_counts_the_lines_of_the_input(
     source = LineReader(io.BytesIO(b"the cat sat on the mat " * 8 + b"\n"), "input")
     translate_stream(make(tokenizer, max_length=16), source, io.BytesIO())
     assert "1 of 1 line(s) have more than 15 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("text", [5, None, ["a", None], b"abc", torch.tensor([3, 4]), [["a"]]])
+def test_only_strings_are_text(tokenizer: Tokenizer, text: Any) -> None:
+    translator = make(tokenizer)
+    for translate in (translator, translator.document, translator.lines):
+        with pytest.raises(UserError, match="^text must be a string or a list of strings, got "):
+            translate(text)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[3, 4], torch.tensor([3, 4]), 5, None, "ab", ["ab"], [[3.0]], [[2**70]], [[[3]]]],
+)
+def test_ids_of_one_text_are_not_a_list_of_texts(tokenizer: Tokenizer, ids: Any) -> None:
+    with pytest.raises(UserError, match="^sources must be one list of token ids for each text"):
+        make(tokenizer).translate_ids(ids)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_ids_outside_the_vocabulary_are_refused(tokenizer: Tokenizer, wrong: int) -> None:
+    with pytest.raises(UserError, match=f"^sources must hold ids from 0 to .*, got {wrong} in"):
+        make(tokenizer).translate_ids([[3], [4, wrong]])

@@ -6,7 +6,7 @@ from reluformer.config.search import SearchConfig
 from reluformer.model import ReLUFormer
 from reluformer.translation.search.beam import beam_search
 from reluformer.translation.search.greedy_and_sampling import greedy, sample
-from reluformer.translation.search.task import Hypothesis, Task
+from reluformer.translation.search.task import Hypothesis, Task, id_arrays
 
 __all__ = ["Hypothesis", "SearchConfig", "Task", "beam_search", "greedy", "sample", "search"]
 
@@ -34,9 +34,10 @@ def search(
         The best hypothesis of each sentence.
     """
     config = SearchConfig() if config is None else config
-    if not sources:
+    arrays = id_arrays(sources, model.config.vocabulary)
+    if not arrays:
         return []
-    task = Task.of(sources, config, banned=banned, keys=keys)
+    task = Task.of(arrays, config, banned=banned, keys=keys)
     if config.method == "sample":
         return sample(model, task, config)
     if config.beam == 1:

@@ -1,6 +1,8 @@
 """Common parts of the searches: the task, hypotheses, and the model run step by step."""
 
+import reprlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,6 +64,27 @@ class Task:
             range(len(sources)) if keys is None else keys,
             banned,
         )
+
+
+def id_arrays(sources: Sequence[Sequence[int]], vocabulary: int) -> "list[array[int]]":
+    """The ids of each text as an array.
+
+    Raises:
+        UserError: A text is not a sequence of ids below `vocabulary`.
+    """
+    try:
+        arrays = [array("q", list(source)) for source in sources]
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(
+            f"sources must be one list of token ids for each text, got {reprlib.repr(sources)}"
+        ) from None
+    for number, ids in enumerate(arrays):
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise UserError(
+                f"sources must hold ids from 0 to {vocabulary - 1}, got {wrong} in text {number}"
+            )
+    return arrays
 
 
 class StepDecoder(ABC):
