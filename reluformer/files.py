@@ -1,7 +1,9 @@
 """Atomic writes: a file or folder is complete or absent, also after a crash."""
 
+import ctypes
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -15,6 +17,11 @@ from typing import Any
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written."""
 
+# Numbers the temporary files of this process, which may write one path from several threads.
+_CALLS = itertools.count()
+# Constants of Linux.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
@@ -22,7 +29,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     The block writes a temporary file beside `path`, which then replaces `path` in one rename. Its
     name ends in `.partial`, so leftovers of a killed process are recognisable. A symbolic link is
-    followed and stays a link. A FIFO or a device cannot be replaced: the block writes into it.
+    followed and stays a link; one with the name of the temporary file is not followed. A FIFO or a
+    device cannot be replaced: the block writes into it.
 
     Raises:
         OSError: `path` is a folder, or writing fails. The error names `path`.
@@ -32,8 +40,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
         return
     path = _follow_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    partial = _partial_name(path)
     with _errors_name(path, partial):
+        # The name may be taken by a leftover, or by a link that another user has created.
+        partial.unlink(missing_ok=True)
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         try:
             yield partial
             _sync_file(partial)
@@ -57,8 +68,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_dir():
         raise _os_error(errno.ENOTDIR, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
-    replaced = path.with_name(f"{path.name}.{os.getpid()}.old{PARTIAL}")
+    partial = _partial_name(path)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with _errors_name(path, partial):
@@ -68,14 +78,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 for name in names:
                     _sync_file(Path(folder, name))
                 _sync_folder(Path(folder))
-            if path.exists():
-                # A rename cannot replace a folder that is not empty: move it aside first.
-                os.replace(path, replaced)
-            os.replace(partial, path)
+            if not (path.exists() and _exchange(partial, path)):
+                _replace_folder(partial, path)
         _sync_folder(path.parent)
     finally:
+        # After an exchange this is the old content.
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def check_writable(path: Path) -> None:
@@ -122,7 +130,7 @@ def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
         The paths that were deleted.
     """
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    name = ".*" if of is None else re.escape(of) + r"\.\d+(\.old)?"
+    name = ".*" if of is None else re.escape(of) + r"(\.\d+){1,2}(\.old)?"
     pattern = re.compile(name + re.escape(PARTIAL), re.DOTALL)
     leftovers = [path for path in inside if pattern.fullmatch(path.name)]
     for leftover in leftovers:
@@ -131,6 +139,37 @@ def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
         else:
             leftover.unlink(missing_ok=True)
     return leftovers
+
+
+def _partial_name(path: Path) -> Path:
+    """A temporary name beside `path`, for this process and this call."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{next(_CALLS)}{PARTIAL}")
+
+
+def _replace_folder(partial: Path, path: Path) -> None:
+    """Rename `partial` to `path`; a folder `path` is moved aside first, and then deleted."""
+    replaced = partial.with_name(partial.name.removesuffix(PARTIAL) + f".old{PARTIAL}")
+    if path.exists():
+        # A rename cannot replace a folder that is not empty.
+        os.replace(path, replaced)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, path)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths in one step; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    paths = os.fsencode(first), os.fsencode(second)
+    done: int = rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE)
+    return done == 0
 
 
 def _is_node(path: Path) -> bool:

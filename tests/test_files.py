@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from reluformer import files
 from reluformer.files import (
     atomic_folder,
     atomic_path,
@@ -53,7 +54,8 @@ def test_write_errors_name_the_requested_path(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left") as caught, atomic(path):
             raise OSError(errno.ENOSPC, "No space left")
         assert caught.value.filename == str(path)
-        with pytest.raises(FileNotFoundError) as caught, atomic(path) as partial:
+        missing = (FileNotFoundError, NotADirectoryError)
+        with pytest.raises(missing) as caught, atomic(path) as partial:
             (partial / "deep" / "er").write_text("")
         assert caught.value.filename == str(path)
         # Errors of other files keep their name.
@@ -144,3 +146,70 @@ def test_outputs_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -
     with pytest.raises(NotADirectoryError), atomic_folder(tmp_path / "file"):
         pass
     assert (tmp_path / "file").is_file()
+
+
+def test_a_link_with_the_name_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    with atomic_path(tmp_path / "out") as partial:
+        calls = int(partial.name.split(".")[2])
+    for later in range(calls + 1, calls + 4):
+        (tmp_path / f"out.{os.getpid()}.{later}.partial").symlink_to(precious)
+    write_text(tmp_path / "out", "new")
+    assert precious.read_text() == "keep" and (tmp_path / "out").read_text() == "new"
+
+
+def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
+    path, texts = tmp_path / "out", [f"{i}" * 50_000 for i in range(8)]
+    threads = [threading.Thread(target=write_text, args=(path, text)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() in texts
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_replaced_folder_is_never_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    """A kill between two calls of the system leaves the old or the new folder."""
+    folder = tmp_path / "f"
+    folder.mkdir()
+    (folder / "old").touch()
+    replace, absent = os.replace, []
+
+    def observed(source: Path, target: Path) -> None:
+        replace(source, target)
+        absent.append(not folder.exists())
+
+    monkeypatch.setattr(os, "replace", observed)
+    if not can_exchange:
+        monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+    with atomic_folder(folder) as partial:
+        (partial / "new").touch()
+    assert [p.name for p in folder.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+    # Without an exchange there is one such moment, because a rename cannot replace a folder.
+    assert absent == ([] if can_exchange else [True, False])
+
+
+def test_a_failed_replacement_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    (folder / "old").touch()
+    replace = os.replace
+
+    def fails(source: Path, target: Path) -> None:
+        if source.name.endswith(".partial") and ".old." not in source.name:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails)
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+    with pytest.raises(OSError, match="Input/output"), atomic_folder(folder) as partial:
+        (partial / "new").touch()
+    assert [p.name for p in folder.iterdir()] == ["old"]
