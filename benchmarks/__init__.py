@@ -8,5 +8,5 @@ translate_cpu                     beam search on a CPU against Hugging Face
 race                              two checkouts against each other
 sparsity, dropout_gap             trained models: empty blocks of weights, effects of dropout
 curves                            curves of the runs of a study
-kill_and_resume, sanitize         robustness: killed training runs, compute-sanitizer
+kill_and_resume, sanitize         robustness: killed commands, full disks, compute-sanitizer
 """

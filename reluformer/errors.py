@@ -18,3 +18,18 @@ class Diverged(RuntimeError):
         statistics = "".join(f" | {site} {values}" for site, values in attention.items())
         super().__init__(f"training diverged by step {step}: {reason}{statistics}")
         self.step = step
+
+
+def shorten(value: object) -> str:
+    """Text of a value, shortened to fit a sentence."""
+    try:
+        text = " ".join(str(value).splitlines())
+    except ValueError:
+        # Python does not print whole numbers of more than 4300 digits.
+        return "a number of more than 4300 digits"
+    return text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}"
+
+
+def quote(value: object) -> str:
+    """Like `shorten`, with quotes around text."""
+    return shorten(repr(value) if isinstance(value, str) else value)

@@ -51,6 +51,9 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        # The metadata do not name the CUDA version of the build.
+        return str(torch.__version__)
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from reluformer.config.migration import RENAMED_FIELDS
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote, shorten
 
 T = TypeVar("T")
 
@@ -184,22 +184,11 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{shown}" if path else shown
 
 
-def shorten(value: Any) -> str:
-    """Text of a value, shortened to fit a sentence."""
-    try:
-        text = str(value)
-    except ValueError:
-        # Python does not print whole numbers of more than 4300 digits.
-        return "a number of more than 4300 digits"
-    return text if len(text) <= 80 else f"{text[:40]}...{text[-20:]}"
-
-
 def _show(value: Any) -> str:
     """The value, quoted if it is text, and its type."""
     if value is None:
         return "nothing"
-    quoted = repr(value) if isinstance(value, str) else value
-    return f"{shorten(quoted)} ({type(value).__name__})"
+    return f"{quote(value)} ({type(value).__name__})"
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:

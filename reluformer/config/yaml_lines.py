@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from reluformer.config.schema import shorten
-from reluformer.errors import UserError
+from reluformer.errors import UserError, shorten
 from reluformer.reading import read_text
 
 # A recipe has about 100 values in 3,000 bytes. PyYAML reads 50,000 bytes per second.

@@ -1,6 +1,5 @@
 """Validation of a call: shapes, dtypes and numbers always, tensor contents on request."""
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any, get_args
@@ -8,14 +7,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.ops.call import Call
 from reluformer.ops.definition import Attention
 from reluformer.ops.gate import check_call
+from reluformer.ops.rule import LARGEST
 from reluformer.ops.stats import SumsLevel
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOST_WINDOW = 2**30
+"""Kernels add positions to the window, in 32 bits on a GPU."""
 SUMS = (None, *get_args(SumsLevel))
 
 
@@ -68,15 +70,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_numbers(call: Call) -> None:
     """Refuse numbers that are out of range."""
-    if not _is_number(call.scale) or not math.isfinite(call.scale):
-        raise UserError(f"scale must be a finite number, got {call.scale!r}")
+    if not _is_number(call.scale) or not abs(call.scale) <= LARGEST:
+        raise UserError(f"scale must be a finite number, got {quote(call.scale)}")
     if not _is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
-        raise UserError(f"dropout_p must be a number in [0, 1), got {call.dropout_p!r}")
+        raise UserError(f"dropout_p must be a number in [0, 1), got {quote(call.dropout_p)}")
     if call.return_sums not in SUMS:
-        raise UserError(f"return_sums must be one of {SUMS}, got {call.return_sums!r}")
+        raise UserError(f"return_sums must be one of {SUMS}, got {quote(call.return_sums)}")
     if type(call.entropy_every) is not int or call.entropy_every < 1:
         raise UserError(
-            f"entropy_every must be a whole number of at least 1, got {call.entropy_every!r}"
+            f"entropy_every must be a whole number of at least 1, got {quote(call.entropy_every)}"
         )
 
 
@@ -100,9 +102,11 @@ def _check_visibility(call: Call) -> None:
             f"key_lengths must be an integer tensor of shape [{call.q.shape[0]}], got {got}"
         )
     if not isinstance(rules.causal, bool):
-        raise UserError(f"causal must be True or False, got {rules.causal!r}")
+        raise UserError(f"causal must be True or False, got {quote(rules.causal)}")
     if rules.window is not None and (type(rules.window) is not int or rules.window < 1):
-        raise UserError(f"window must be a whole number of at least 1, got {rules.window!r}")
+        raise UserError(f"window must be a whole number of at least 1, got {quote(rules.window)}")
+    if rules.window is not None and rules.window > MOST_WINDOW:
+        raise UserError(f"window must be at most {MOST_WINDOW}, got {quote(rules.window)}")
 
 
 def _check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str, str]) -> None:
@@ -121,7 +125,7 @@ def _check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str,
         else:
             fits = True
         if not fits:
-            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else quote(value)
             raise UserError(f"{name} must be {_allowed(kind, token)}, got {got}")
 
 

@@ -1,17 +1,19 @@
 """The rectified rule: one formula that covers the ReLU family."""
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.ops.memory import Scores, hide
 
 POWERS = (1, 2, 4, 8)
 """Powers of a rectified rule; every backend supports them."""
+LARGEST = sys.float_info.max
+"""Largest finite number; also compared with integers, which may be larger."""
 POWERS_IN_WORDS = f"{', '.join(map(str, POWERS[:-1]))} or {POWERS[-1]}"
 
 
@@ -40,25 +42,29 @@ class Rectified:
         for name in ("length_exponent", "negative_slope", "row_normalise"):
             value = getattr(self, name)
             if not (isinstance(value, Real) or (value is None and name == "row_normalise")):
-                raise UserError(f"{name} must be a number, got {value!r}")
-        if not isinstance(self.gamma, Tensor) and not 0 < self.gamma < math.inf:
-            raise UserError(f"gamma must be a finite number greater than 0, got {self.gamma}")
-        if not isinstance(self.threshold, Tensor) and not math.isfinite(self.threshold):
-            raise UserError(f"threshold must be a finite number, got {self.threshold}")
-        if type(self.power) is not int or self.power not in POWERS:
-            raise UserError(f"power must be {POWERS_IN_WORDS}, got {self.power!r}")
-        if not 0 <= self.length_exponent < math.inf:
-            raise UserError(f"length_exponent must be finite and >= 0, got {self.length_exponent}")
-        if not 0 <= self.negative_slope < 1:
-            raise UserError(f"negative_slope must be in [0, 1), got {self.negative_slope}")
-        if self.row_normalise is not None and not 0 < self.row_normalise < math.inf:
+                raise UserError(f"{name} must be a number, got {quote(value)}")
+        if not isinstance(self.gamma, Tensor) and not 0 < self.gamma <= LARGEST:
             raise UserError(
-                f"row_normalise must be a finite number above 0, got {self.row_normalise}"
+                f"gamma must be a finite number greater than 0, got {quote(self.gamma)}"
+            )
+        if not isinstance(self.threshold, Tensor) and not abs(self.threshold) <= LARGEST:
+            raise UserError(f"threshold must be a finite number, got {quote(self.threshold)}")
+        if type(self.power) is not int or self.power not in POWERS:
+            raise UserError(f"power must be {POWERS_IN_WORDS}, got {quote(self.power)}")
+        if not 0 <= self.length_exponent <= LARGEST:
+            raise UserError(
+                f"length_exponent must be finite and >= 0, got {quote(self.length_exponent)}"
+            )
+        if not 0 <= self.negative_slope < 1:
+            raise UserError(f"negative_slope must be in [0, 1), got {quote(self.negative_slope)}")
+        if self.row_normalise is not None and not 0 < self.row_normalise <= LARGEST:
+            raise UserError(
+                f"row_normalise must be a finite number above 0, got {quote(self.row_normalise)}"
             )
         if self.row_normalise is not None and self.negative_slope > 0:
             raise UserError(
                 f"row_normalise needs negative_slope to be 0, because rows could sum to 0, "
-                f"got {self.negative_slope}"
+                f"got {quote(self.negative_slope)}"
             )
 
     @property

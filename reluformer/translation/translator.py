@@ -6,7 +6,6 @@ text is cut off.
 """
 
 import logging
-import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import torch
 
 from reluformer.checkpoint import load_run
 from reluformer.data.tokenizer import Tokenizer
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.model import ReLUFormer
 from reluformer.shipped import shipped_model
 from reluformer.translation.attention_maps import AttentionMaps, compute_maps
@@ -325,7 +324,7 @@ def _texts(texts: Sequence[str]) -> list[str]:
         if not wrong:
             return listed
         texts = wrong[0]
-    raise UserError(f"text must be a string or a list of strings, got {reprlib.repr(texts)}")
+    raise UserError(f"text must be a string or a list of strings, got {quote(texts)}")
 
 
 def _ignore(texts: int) -> None:

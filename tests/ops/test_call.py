@@ -1,6 +1,7 @@
 """Bad input is refused in one sentence: the argument, its value, what is allowed."""
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +76,13 @@ def test_tensors_that_do_not_fit(tensors: tuple[Any, ...], message: str) -> None
         ({"length_exponent": "a"}, r"length_exponent must be a number, got 'a'"),
         ({"row_normalise": "a"}, r"row_normalise must be a number, got 'a'"),
         ({"negative_slope": None}, r"negative_slope must be a number, got None"),
+        ({"window": 2**31 - 1}, r"window must be at most 1073741824, got 2147483647"),
+        ({"window": sys.maxsize}, r"window must be at most 1073741824, got"),
+        ({"scale": 10**5000}, r"scale must be a finite number, got a number of more than"),
+        ({"gamma": 10**5000}, r"gamma must be a finite number greater than 0, got a number of more than"),
+        ({"threshold": -(10**5000)}, r"threshold must be a finite number, got a number of more"),
+        ({"length_exponent": 10**5000}, r"length_exponent must be finite and >= 0, got a number of more than"),
+        ({"row_normalise": 10**5000}, r"row_normalise must be a finite number above 0, got a number of more than"),
         ({"window": 1.5}, r"window must be a whole number of at least 1, got 1.5"),
         ({"is_causal": True}, r"no option 'is_causal'; its options: gamma, length_exponent, neg"),
         ({"second": None}, r"relu attention has no option 'second'"),

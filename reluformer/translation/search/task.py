@@ -1,6 +1,5 @@
 """Common parts of the searches: the task, hypotheses, and the model run step by step."""
 
-import reprlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
@@ -76,7 +75,7 @@ def id_arrays(sources: Sequence[Sequence[int]], vocabulary: int) -> "list[array[
         arrays = [array("q", list(source)) for source in sources]
     except (TypeError, ValueError, OverflowError):
         raise UserError(
-            f"sources must be one list of token ids for each text, got {reprlib.repr(sources)}"
+            f"sources must be one list of token ids for each text, got {quote(sources)}"
         ) from None
     for number, ids in enumerate(arrays):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
