@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reluformer.config.search import SearchConfig
 from reluformer.data.batches import pad_sources
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.model import ModelConfig, ReLUFormer
 from reluformer.model.kv_cache import DecoderState
 from reluformer.model.records import KeyValues
