@@ -1,4 +1,4 @@
-"""Compiled training on a GPU: every attention of the studies trains a few steps. `pytest -m gpu`."""
+"""Compiled training on a GPU: attentions of the studies train a few steps. `pytest -m gpu`."""
 
 from pathlib import Path
 
