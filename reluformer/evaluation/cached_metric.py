@@ -18,7 +18,7 @@ Metric = Literal["BLEU", "chrF2", "TER"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _SEED = 12345
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class CachedMetric:
@@ -72,15 +72,28 @@ class CachedMetric:
         All systems are scored on the same samples. sacreBLEU's paired test draws samples in the
         same way, but does not return the differences.
         """
-        counts = [np.array(self.counts(text)) for text in systems]
-        generator, size = np.random.default_rng(_SEED), len(systems[0])
-        scores = np.empty((len(systems), samples))
-        for sample in range(samples):
-            times = np.bincount(generator.integers(size, size=size), minlength=size)
-            for system, system_counts in enumerate(counts):
-                totals = (times @ system_counts).tolist()
-                scores[system, sample] = self.metric._compute_score_from_stats(totals).score
-        return scores
+        return _resampled(self.metric, [np.array(self.counts(text)) for text in systems], samples)
+
+
+def bleu_of_counts(counts: Array) -> float:
+    """BLEU of all segments, from the counts [segments, 10] of `CachedMetric("BLEU", ...)`."""
+    return float(BLEU()._compute_score_from_stats(counts.sum(axis=0).tolist()).score)
+
+
+def resampled_bleu(counts: Sequence[Array], samples: int) -> Array:
+    """BLEU [systems, samples] on bootstrap samples, from each system's counts [segments, 10]."""
+    return _resampled(BLEU(), counts, samples)
+
+
+def _resampled(metric: Any, counts: Sequence[Array], samples: int) -> Array:
+    generator, size = np.random.default_rng(_SEED), len(counts[0])
+    scores = np.empty((len(counts), samples))
+    for sample in range(samples):
+        times = np.bincount(generator.integers(size, size=size), minlength=size)
+        for system, system_counts in enumerate(counts):
+            totals = (times @ system_counts).tolist()
+            scores[system, sample] = metric._compute_score_from_stats(totals).score
+    return scores
 
 
 def _metric(name: Metric, references: list[list[str]], tokenize: str, lower: bool) -> Any:

@@ -18,6 +18,7 @@ from reluformer.evaluation.cached_metric import CachedMetric
 from reluformer.evaluation.scores import evaluate
 from reluformer.files import write_text
 from reluformer.study.budgets import Decoding
+from reluformer.study.counts import save_counts
 from reluformer.translation.translator import Translator
 
 # Decoding waits for the host: a large GPU takes few large batches.
@@ -53,6 +54,7 @@ def finish_cell(
         translated = translate_text(translator, list(lines(files[0])), documents=documents)
         write_text(output, "".join(f"{line}\n" for line in translated))
         scores[test] = score(files[1], output, documents=documents)
+        save_counts(run, test, files[1], documents=documents)
         scores[test]["seconds"] = round(time.perf_counter() - start, 1)
         hypotheses[test] = output.name
     return {"tuned": tuned, "scores": scores, "hypotheses": hypotheses}

@@ -18,6 +18,7 @@ from reluformer.inspection.texts import dev_batch
 from reluformer.model.losses import translation_loss
 from reluformer.study.budgets import Decoding
 from reluformer.study.cells import load_outcome
+from reluformer.study.counts import save_counts
 from reluformer.study.finishing import score, test_files, translate_text
 from reluformer.train.data import load_data
 from reluformer.train.objective import inputs
@@ -47,6 +48,7 @@ def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, 
     output = probe.folder / f"{test}.hypothesis"
     _write(output, translator.lines(list(lines(source)), together=True))
     metrics = score(reference, output, documents=True)
+    save_counts(probe.folder, test, reference, documents=True)
     values = {"dbleu": metrics["d-BLEU"]["value"], "bleu": metrics["BLEU"]["value"]}
     values["dev_nll"] = nll_at_length(load_run(probe.run), length)
     return values, {"scores": {test: metrics}, "hypotheses": {test: output.name}}

@@ -184,13 +184,8 @@ def _conclude(run: _Run) -> StudyRecord:
     ended = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
     comparisons: list[Comparison] = []
     if run.study.contrast is not None:
-        references = {
-            test: folder / f"{test}.target.txt"
-            for name, folder in run.corpora.items()
-            for test in TESTS.get(name, ())
-        }
         comparisons = compare_cells(
-            run.study.contrast, ended, run.options.root, references, run.options.budget.bootstrap
+            run.study.contrast, ended, run.options.root, run.options.budget.bootstrap
         )
     return StudyRecord(
         study=run.study.name,
@@ -198,7 +193,7 @@ def _conclude(run: _Run) -> StudyRecord:
         date=datetime.date.today().isoformat(),
         command=shlex.join(["reluformer", *sys.argv[1:]]),
         commit=commit(),
-        machine=_machine(),
+        machine=_machine(ended),
         folder=os.path.relpath(run.options.root),
         planned=[cell.name for cell in cells],
         failed=dict(run.queue.failed),
@@ -207,6 +202,10 @@ def _conclude(run: _Run) -> StudyRecord:
     )
 
 
-def _machine() -> dict[str, Any]:
+def _machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Versions and devices of the cells; of this machine if no cell has ended."""
+    for outcome in outcomes:
+        if "machine" in outcome.detail:
+            return dict(outcome.detail["machine"])
     described = info()
     return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}

@@ -1,7 +1,13 @@
 """Paired bootstrap over pooled seeds."""
 
 import random
+from pathlib import Path
 
+import pytest
+
+from reluformer.errors import UserError
+from reluformer.files import write_text
+from reluformer.study.counts import Counts, load_counts, save_counts
 from reluformer.study.significance import pooled_bootstrap
 
 
@@ -10,13 +16,45 @@ def _corrupted(texts: list[str], share: float, seed: int) -> list[str]:
     return [" ".join("x" if rng.random() < share else w for w in t.split()) for t in texts]
 
 
-def test_clear_differences_are_found_and_none_is_invented() -> None:
+def _counts(folder: Path, reference: list[str], system: list[str]) -> Counts | None:
+    folder.mkdir()
+    write_text(folder / "target", "".join(f"{line}\n" for line in reference))
+    write_text(folder / "test.hypothesis", "".join(f"{line}\n" for line in system))
+    save_counts(folder, "test", folder / "target", documents=False)
+    return load_counts(folder, "test", "sentence")
+
+
+def test_clear_differences_are_found_and_none_is_invented(tmp_path: Path) -> None:
     rng = random.Random(0)
     reference = [" ".join(rng.choices("abcdefgh", k=12)) for _ in range(40)]
-    good = [_corrupted(reference, 0.1, seed) for seed in (1, 2)]
-    bad = [_corrupted(reference, 0.3, seed) for seed in (3, 4)]
-    found = pooled_bootstrap(reference, good, bad, 200)
+    good, bad = (
+        [
+            _counts(tmp_path / str(seed), reference, _corrupted(reference, share, seed))
+            for seed in seeds
+        ]
+        for share, seeds in ((0.1, (1, 2)), (0.3, (3, 4)))
+    )
+    found = pooled_bootstrap(good, bad, 200)
+    assert found is not None
     assert found.difference > 5 and found.interval[0] > 0 and found.p_value < 0.05
     assert "nrefs:1" in found.signature
-    same = pooled_bootstrap(reference, good, good[::-1], 200)
+    same = pooled_bootstrap(good, good[::-1], 200)
+    assert same is not None
     assert same.difference == 0 and same.interval == (0, 0) and same.p_value == 1
+    assert pooled_bootstrap([*good, None], bad, 200) is None
+
+
+def test_counts_by_document_and_damaged_files(tmp_path: Path) -> None:
+    write_text(tmp_path / "target", "<d>\na b c d e\nf g h i j\n<d>\nk l m n o\n")
+    write_text(tmp_path / "test.hypothesis", "<d>\na b c d e\nf g h i x\n<d>\nk l m n o\n")
+    save_counts(tmp_path, "test", tmp_path / "target", documents=True)
+    lengths = {
+        level: counts.table[:, 0].tolist()
+        for level in ("sentence", "document")
+        if (counts := load_counts(tmp_path, "test", level)) is not None
+    }
+    assert lengths == {"sentence": [5, 5, 5], "document": [10, 5]}
+    assert load_counts(tmp_path, "other", "sentence") is None
+    (tmp_path / "test.counts.npz").write_bytes(b"PK nothing")
+    with pytest.raises(UserError, match="damaged"):
+        load_counts(tmp_path, "test", "sentence")

@@ -1,0 +1,63 @@
+"""BLEU counts of translated test sets by segment.
+
+Counts are all that comparisons of systems need, so results can be kept and compared without the
+text of a corpus.
+"""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reluformer.errors import UserError
+from reluformer.evaluation.aligned_files import read_aligned
+from reluformer.evaluation.cached_metric import CachedMetric
+
+SUFFIX = ".counts.npz"
+
+# sacreBLEU's counts of a segment: length, reference length, 4 matches, 4 totals.
+_COLUMNS = 10
+
+
+class Counts(NamedTuple):
+    """BLEU counts of one translated test set at one level."""
+
+    table: np.ndarray[Any, np.dtype[np.int64]]
+    """[segments, 10]."""
+    signature: str
+    """Signature of sacreBLEU."""
+
+
+def save_counts(folder: Path, test: str, reference: Path, *, documents: bool) -> None:
+    """Write the counts of `folder/TEST.hypothesis`, by sentence and on request by document."""
+    hypothesis = folder / f"{test}.hypothesis"
+    arrays: dict[str, Any] = {}
+    for level in ("sentence", "document") if documents else ("sentence",):
+        right, (system,) = read_aligned(reference, [hypothesis], documents=level == "document")
+        segments = [" ".join(sentences) for sentences in system]
+        metric = CachedMetric("BLEU", [" ".join(document) for document in right], [segments], "13a")
+        arrays[level] = np.array(metric.counts(segments), dtype=np.int32)
+        arrays["signature"] = np.array(metric.signature)
+    path = folder / f"{test}{SUFFIX}"
+    partial = path.with_name(f"{path.name}.partial.npz")
+    np.savez_compressed(partial, **arrays)
+    os.replace(partial, path)
+
+
+def load_counts(folder: Path, test: str, level: str) -> Counts | None:
+    """The counts of a cell's test set; None if they were not written."""
+    path = folder / f"{test}{SUFFIX}"
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if level not in arrays:
+                return None
+            counts = Counts(arrays[level].astype(np.int64), str(arrays["signature"]))
+    except (ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if counts.table.ndim != 2 or counts.table.shape[1] != _COLUMNS:
+        raise UserError(f"{path} is damaged: counts have shape {counts.table.shape}")
+    return counts
