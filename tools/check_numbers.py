@@ -39,9 +39,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_CITATION = re.compile(r"results/[\w.-]+\.json")
+_CITATION = re.compile(r"results/[\w./-]+\.json")
 _COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
-_EXACT = re.compile(r"\s*(results/[\w.-]+\.json)\s*:\s*(.*)", re.DOTALL)
+_EXACT = re.compile(r"\s*(results/[\w./-]+\.json)\s*:\s*(.*)", re.DOTALL)
 _EXCEPTION = re.compile(r"\s*not in results\s*:\s*(.*)", re.DOTALL)
 # Text whose digits are not measurements: code, link targets, paths, versions.
 _IGNORED = re.compile(
