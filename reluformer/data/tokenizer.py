@@ -57,7 +57,7 @@ class Tokenizer:
         self._bpe: Any = tokenizers.Tokenizer.from_str(specification)
         self._first = _Words(self._bpe)
         self._inner = _Words(self._bpe, " ").__getitem__
-        self._specification = specification
+        self.specification = specification
         self.vocab_size: int = self._bpe.get_vocab_size()
         self.sha256: str = hashlib.sha256(specification.encode()).hexdigest()
 
@@ -105,7 +105,7 @@ class Tokenizer:
 
     def save(self, path: Path | str) -> None:
         """Write the vocabulary and its merges as one JSON file, atomically."""
-        write_text(Path(path), self._specification)
+        write_text(Path(path), self.specification)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them special."""

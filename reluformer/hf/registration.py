@@ -4,13 +4,23 @@ import functools
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import configuration_auto
 
 from reluformer.hf.attention_function import attend_module
+from reluformer.hf.configuration import ReLUFormerConfig
 from reluformer.hf.layers import LayerAttention, prepare
 from reluformer.hf.masks import attention_mask
+from reluformer.hf.models import ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration
+from reluformer.hf.translation_pipeline import register_translation
 from reluformer.ops.family.table import ATTENTIONS
 
 PREFIX = "reluformer_"
@@ -35,7 +45,16 @@ def register() -> tuple[str, ...]:
         _wrap_models()
         _wrap_configurations()
         _register_model_types()
+        _register_own_models()
+        register_translation()
     return tuple(ATTENTIONS)
+
+
+def _register_own_models() -> None:
+    """Let the Auto classes load our own models."""
+    AutoConfig.register(ReLUFormerConfig.model_type, ReLUFormerConfig)
+    AutoModelForSeq2SeqLM.register(ReLUFormerConfig, ReLUFormerForConditionalGeneration)
+    AutoModelForCausalLM.register(ReLUFormerConfig, ReLUFormerForCausalLM)
 
 
 def _wrap_models() -> None:

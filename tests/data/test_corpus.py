@@ -70,7 +70,7 @@ def test_any_span_is_one_slice(tokenizer: Tokenizer, documents: list) -> None:
 
 
 def test_large_vocabularies_get_wider_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    wide = Tokenizer(tokenizer._specification)
+    wide = Tokenizer(tokenizer.specification)
     wide.vocab_size = 2**16 + 1
     write(tmp_path / "c", wide, DOCUMENTS)
     corpus = Corpus.open(tmp_path / "c")

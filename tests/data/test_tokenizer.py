@@ -46,7 +46,7 @@ def test_the_word_cache_does_not_change_the_ids_of_the_sample(tokenizer: Tokeniz
 
 
 def test_the_word_cache_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = Tokenizer(tokenizer._specification)
+    fresh = Tokenizer(tokenizer.specification)
     monkeypatch.setattr(module, "_CACHED_WORDS", 5)
     text = " ".join(f"word{number}" for number in range(50))
     assert fresh.decode(fresh.encode(text)) == text
@@ -133,6 +133,6 @@ def test_invalid_arguments_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> 
     broken.write_bytes(b"\xff{")
     with pytest.raises(UserError, match="broken.json is not UTF-8 text"):
         Tokenizer.load(broken)
-    broken.write_text(tokenizer._specification.replace("‹sep›", "<sep>"), encoding="utf-8")
+    broken.write_text(tokenizer.specification.replace("‹sep›", "<sep>"), encoding="utf-8")
     with pytest.raises(UserError, match="the ids 0 to 3 must be ‹pad›, "):
         Tokenizer.load(broken)

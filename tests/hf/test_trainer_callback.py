@@ -1,0 +1,98 @@
+"""The callback of `Trainer`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from reluformer.errors import UserError  # noqa: E402  # after the checks for the packages
+from reluformer.hf import ReLUAttentionCallback  # noqa: E402
+from reluformer.hf.layers import layer_attentions  # noqa: E402
+from reluformer.hf.statistics import recording, summarise  # noqa: E402
+from tests.hf.families import build, tokens  # noqa: E402
+
+
+def train(model: Any, callback: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(16, 6)]
+    defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        **{**defaults, **options},
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        learning_rate=1e-2,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def test_statistics_are_logged(tmp_path: Path) -> None:
+    model = build("llama", "normalised_relu")
+    rows = train(model, ReLUAttentionCallback(), tmp_path)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["row_sum"] > 0 and row["entropy"] > 0
+        assert 0 <= row["zeros"] < 1 and 0 <= row["dead_rows"] < 1
+    assert all(layer.records is None for layer in layer_attentions(model))
+
+
+def test_losses_pull_row_sums_towards_one(tmp_path: Path) -> None:
+    found = []
+    for weight in (0.0, 10.0):
+        model = build("llama", "normalised_relu", gamma=100.0)
+        rows = train(model, ReLUAttentionCallback(row_loss=weight), tmp_path, max_steps=15)
+        assert layer_attentions(model)[0].row_loss == weight
+        found.append(abs(torch.tensor(rows[-1]["row_sum"]).log()))
+    assert found[1] < found[0]
+
+
+def test_accumulated_gradients_scale_the_losses(tmp_path: Path) -> None:
+    model = build("llama", "normalised_relu")
+    train(
+        model,
+        ReLUAttentionCallback(entropy_loss=0.1),
+        tmp_path,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
+    )
+    layers = layer_attentions(model)
+    assert all(layer.row_loss_scale == 0.5 and layer.entropy_loss == 0.1 for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "message"),
+    [
+        ("sdpa", {}, "has none"),
+        ("softmax", {"row_loss": 0.1}, "must be 0 for softmax"),
+    ],
+)
+def test_models_without_such_losses_are_refused(
+    attention: str, options: dict[str, float], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(build("llama", attention), ReLUAttentionCallback(**options), tmp_path)
+    with pytest.raises(UserError, match="entropy_loss must be"):
+        ReLUAttentionCallback(entropy_loss=-1.0)
+
+
+def test_padding_is_left_out_of_the_statistics() -> None:
+    model = build("llama", "relu")
+    ids = tokens(1, 6)
+    layers = layer_attentions(model)
+    with recording(layers) as alone:
+        model(input_ids=ids)
+    padded_ids = torch.cat([ids, ids[:, :2]], dim=1)
+    mask = torch.tensor([[1] * 6 + [0] * 2])
+    with recording(layers) as padded:
+        model(input_ids=padded_ids, attention_mask=mask)
+    expected, found = summarise(alone), summarise(padded)
+    assert expected is not None and found is not None
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert summarise([]) is None
