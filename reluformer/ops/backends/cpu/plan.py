@@ -120,7 +120,7 @@ def _has_kernel(call: Call, trains: bool) -> bool:
         return False
     if call.q.dtype != torch.bfloat16:
         return call.q.dtype == torch.float32
-    if kernels.multiplies_bf16:
+    if kernels.bf16_products is not None:
         return True
     return not trains and call.q.shape[2] * call.groups < kernels.few_rows
 

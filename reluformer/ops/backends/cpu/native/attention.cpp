@@ -39,47 +39,24 @@ int64_t problem_size() { return sizeof(Problem); }
 
 int64_t few_rows() { return FEW_ROWS; }
 
-// Whether this processor multiplies bfloat16 tables (AMX); decoding needs no AMX.
-int64_t multiplies_bf16() {
-#ifdef HAVE_AMX
-  return Products<bf16>::allowed();
-#else
-  return 0;
-#endif
-}
+// How this processor multiplies bfloat16 tables, see `Bf16Products`; decoding needs no products.
+int64_t bf16_products() { return Products<bf16>::kind(); }
 
 int64_t forward_scratch(const Problem* p) {
-  if (!p->is_bf16) return forward_size<float>(*p);
-#ifdef HAVE_AMX
-  return forward_size<bf16>(*p);
-#else
-  return Decode<bf16>(*p).size();
-#endif
+  return p->is_bf16 ? forward_size<bf16>(*p) : forward_size<float>(*p);
 }
 
 // `forward` and `backward` return 1 if an output, or a gradient of q, is not finite although it
 // may have seen finite numbers only.
 int64_t forward(const Problem* p, char* scratch) {
-  if (!p->is_bf16) return run_forward<float>(*p, scratch);
-#ifdef HAVE_AMX
-  return run_forward<bf16>(*p, scratch);
-#else
-  Decode<bf16>(*p).run(scratch);
-  return 0;
-#endif
+  return p->is_bf16 ? run_forward<bf16>(*p, scratch) : run_forward<float>(*p, scratch);
 }
 
 int64_t backward_scratch(const Problem* p) {
-#ifdef HAVE_AMX
-  if (p->is_bf16) return Backward<bf16>(*p).size();
-#endif
-  return Backward<float>(*p).size();
+  return p->is_bf16 ? Backward<bf16>(*p).size() : Backward<float>(*p).size();
 }
 
 int64_t backward(const Problem* p, char* scratch) {
-#ifdef HAVE_AMX
-  if (p->is_bf16) return Backward<bf16>(*p).run(scratch);
-#endif
-  return Backward<float>(*p).run(scratch);
+  return p->is_bf16 ? Backward<bf16>(*p).run(scratch) : Backward<float>(*p).run(scratch);
 }
 }

@@ -13,6 +13,7 @@
 template <class T>
 struct Backward {
   using P = Products<T>;
+  using W = typename P::Word;
   static constexpr int64_t KEYS = P::BACK_KEYS, ROWS = P::BACK_ROWS;
 
   const Problem& p;
@@ -29,31 +30,31 @@ struct Backward {
 
   struct Buffers {
     // All rows of a head, packed in blocks of ROWS; then a panel of KEYS keys.
-    T *q_flipped, *q, *grad_flipped, *grad, *grad_rows;
-    T *keys, *values, *keys_packed, *keys_flipped;
+    W *q_flipped, *q, *grad_flipped, *grad, *grad_rows;
+    W *keys, *values, *keys_packed, *keys_flipped;
     // A tile [KEYS, ROWS]: weights, and gradients of the scores as left and as right factor.
     float *scores, *slopes;
-    T *weights, *left, *right;
+    W *weights, *left, *right;
     float *dk, *dv;
   };
 
   Buffers buffers(Memory& memory) const {
-    constexpr bool IN_PLACE = std::is_same_v<T, float>;
+    constexpr bool IN_PLACE = std::is_same_v<W, float>;
     Buffers r;
-    r.q_flipped = memory.take<T>(rows * width);
-    r.q = memory.take<T>(rows * width);
-    r.grad_flipped = memory.take<T>(rows * value_width);
-    r.grad = memory.take<T>(rows * value_width);
-    r.grad_rows = memory.take<T>(ROWS * value_width);
-    r.keys = memory.take<T>(KEYS * width);
-    r.values = memory.take<T>(KEYS * value_width);
-    r.keys_packed = memory.take<T>(KEYS * width);
-    r.keys_flipped = memory.take<T>(KEYS * width);
+    r.q_flipped = memory.take<W>(rows * width);
+    r.q = memory.take<W>(rows * width);
+    r.grad_flipped = memory.take<W>(rows * value_width);
+    r.grad = memory.take<W>(rows * value_width);
+    r.grad_rows = memory.take<W>(ROWS * value_width);
+    r.keys = memory.take<W>(KEYS * width);
+    r.values = memory.take<W>(KEYS * value_width);
+    r.keys_packed = memory.take<W>(KEYS * width);
+    r.keys_flipped = memory.take<W>(KEYS * width);
     r.scores = memory.take<float>(KEYS * ROWS);
     r.slopes = memory.take<float>(KEYS * ROWS);
-    r.weights = IN_PLACE ? (T*)r.scores : memory.take<T>(KEYS * ROWS);
-    r.left = IN_PLACE ? (T*)r.slopes : memory.take<T>(KEYS * ROWS);
-    r.right = IN_PLACE ? (T*)r.slopes : memory.take<T>(KEYS * ROWS);
+    r.weights = IN_PLACE ? (W*)r.scores : memory.take<W>(KEYS * ROWS);
+    r.left = IN_PLACE ? (W*)r.slopes : memory.take<W>(KEYS * ROWS);
+    r.right = IN_PLACE ? (W*)r.slopes : memory.take<W>(KEYS * ROWS);
     r.dk = memory.take<float>(share * width);
     r.dv = memory.take<float>(share * value_width);
     return r;
@@ -84,16 +85,17 @@ struct Backward {
     for (int64_t i = 0; i < rows; i += ROWS) {
       int64_t count = clipped(p.rows - i, 0, ROWS);
       const T* q = at<T>(p.q, p.q_strides, b, h, i);
-      P::pack_transpose(r.q_flipped + i * width, ROWS, q, p.q_strides[2], count, p.width);
+      P::pack_transpose(r.q_flipped + i * width, ROWS, q, p.q_strides[2], count, p.width,
+                        width);
       P::pack(r.q + i * width, width, q, p.q_strides[2], count, ROWS, p.width);
       for (int64_t c = 0; c < count; c++) {
         const T* grad = at<T>(p.grad, p.grad_strides, b, h, i + c);
         float factor = factor_of(p, b, h, i + c);
         for (int64_t e = 0; e < p.value_width; e++)
-          r.grad_rows[c * value_width + e] = narrow<T>(wide(grad[e]) * factor);
+          r.grad_rows[c * value_width + e] = narrow<W>(wide(grad[e]) * factor);
       }
       P::pack_transpose(r.grad_flipped + i * value_width, ROWS, r.grad_rows, value_width, count,
-                        p.value_width);
+                        p.value_width, value_width);
       P::pack(r.grad + i * value_width, value_width, r.grad_rows, value_width, count, ROWS,
               p.value_width);
     }
@@ -103,7 +105,7 @@ struct Backward {
     static_assert(KEYS % P::UNIT == 0 && ROWS % P::UNIT == 0);
     const T* k = at<T>(p.k, p.k_strides, b, kv, key);
     copy(r.keys, width, k, p.k_strides[2], count, KEYS, p.width);
-    P::pack_transpose(r.keys_packed, KEYS, k, p.k_strides[2], count, p.width);
+    P::pack_transpose(r.keys_packed, KEYS, k, p.k_strides[2], count, p.width, width);
     copy(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], count, KEYS,
          p.value_width);
   }
@@ -132,9 +134,9 @@ struct Backward {
           ds[o] = x == 0 ? vec{} : slope;
           total += ds[o];
           P::put(r.weights + here, raised<POWER>(x));
-          if constexpr (!std::is_same_v<T, float>) P::put(r.left + here, ds[o]);
+          if constexpr (!std::is_same_v<W, float>) P::put(r.left + here, ds[o]);
         }
-        P::put_pair(r.right + j * ROWS + i * (std::is_same_v<T, float> ? 1 : 2), ROWS, ds[0],
+        P::put_pair(r.right + j * ROWS + i * (std::is_same_v<W, float> ? 1 : 2), ROWS, ds[0],
                     ds[1]);
       }
     }
@@ -172,7 +174,7 @@ struct Backward {
   double panel(const Buffers& r, int64_t b, int64_t kv, int64_t h, int64_t key, int64_t count,
                float* dq, float* dk, float* dv) const {
     pack_keys(r, b, kv, key, count);
-    const T* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
+    const W* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
     double d_offset = 0;
     int64_t from = rows_of(p, b, key).from, to = rows_of(p, b, key + count - 1).to;
     for (int64_t row = from / ROWS * ROWS; row < to; row += ROWS) {

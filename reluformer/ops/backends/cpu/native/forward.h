@@ -9,6 +9,7 @@
 template <class T>
 struct Forward {
   using P = Products<T>;
+  using W = typename P::Word;
 
   const Problem& p;
   int64_t width = up_to(p.width, P::UNIT), value_width = up_to(p.value_width, P::UNIT);
@@ -24,18 +25,18 @@ struct Forward {
   }
 
   struct Buffers {
-    T *keys, *values, *rows, *weights;
+    W *keys, *values, *rows, *weights;
     // sums [tall, LANES]: the lanes of a row are added at the end.
     float *scores, *out, *sums;
   };
 
   Buffers buffers(Memory& memory) const {
     Buffers r;
-    r.keys = memory.take<T>(width * P::KEYS);
-    r.values = memory.take<T>(value_width * P::KEYS);
-    r.rows = memory.take<T>(width * tall);
+    r.keys = memory.take<W>(width * P::KEYS);
+    r.values = memory.take<W>(value_width * P::KEYS);
+    r.rows = memory.take<W>(width * tall);
     r.scores = memory.take<float>(P::ROWS * P::KEYS);
-    r.weights = std::is_same_v<T, float> ? (T*)r.scores : memory.take<T>(P::ROWS * P::KEYS);
+    r.weights = std::is_same_v<W, float> ? (W*)r.scores : memory.take<W>(P::ROWS * P::KEYS);
     r.out = memory.take<float>(value_width * tall);
     r.sums = memory.take<float>(tall * LANES);
     return r;
@@ -83,7 +84,7 @@ struct Forward {
     for (int64_t key = start; key < end; key += P::KEYS) {
       int64_t held = std::min(P::KEYS, end - key);
       P::pack_transpose(r.keys, P::KEYS, at<T>(p.k, p.k_strides, b, kv, key), p.k_strides[2],
-                        held, p.width);
+                        held, p.width, width);
       P::pack(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], held,
               P::KEYS, p.value_width);
       for (int64_t i = 0; i < count; i += P::ROWS) {

@@ -40,6 +40,9 @@ _TARGET = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC",
 _OPTIONS = (*_TARGET, "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing")
 _COMPILERS = ("g++", "c++", "clang++")
 
+# In the order of `Bf16Products` in `products_bf16.h`.
+_BF16_PRODUCTS = (None, "float32 vectors", "AVX-512 BF16", "AMX")
+
 
 class Kernels:
     """The functions of a built library; each takes a packed `PROBLEM`."""
@@ -48,13 +51,13 @@ class Kernels:
         self.file, library = file, ctypes.CDLL(str(file))
         self.library = library
         """The whole library, with the functions of `decoder/decoder.cpp`."""
-        for name in ("problem_size", "few_rows", "multiplies_bf16"):
+        for name in ("problem_size", "few_rows", "bf16_products"):
             getattr(library, name).restype = ctypes.c_int64
         assert library.problem_size() == PROBLEM.size
         self.few_rows: int = library.few_rows()
-        """Number of rows per key head below which bfloat16 needs no AMX."""
-        self.multiplies_bf16 = bool(library.multiplies_bf16())
-        """Whether the processor multiplies bfloat16 tables (AMX)."""
+        """Number of rows per key head below which a call is decoding, without products of tables."""
+        self.bf16_products = _BF16_PRODUCTS[library.bf16_products()]
+        """Instructions that multiply bfloat16 tables; None if the system forbids them."""
         self.forward = _typed(library.forward, ctypes.c_int64, ctypes.c_void_p)
         self.backward = _typed(library.backward, ctypes.c_int64, ctypes.c_void_p)
         self.forward_scratch = _typed(library.forward_scratch, ctypes.c_int64)
@@ -71,7 +74,7 @@ def summary() -> str:
     kernels = load()
     if kernels is None:
         return "torch (python -m reluformer.ops.backends.cpu.native builds faster ones)"
-    return f"compiled, bfloat16 {'with' if kernels.multiplies_bf16 else 'without'} AMX"
+    return f"compiled, bfloat16 by {kernels.bf16_products or 'torch'}"
 
 
 @cache

@@ -1,7 +1,7 @@
 // The arguments of one call, in the layout that `calls.py` packs, and the visibility of its keys.
 #pragma once
 
-#include "products.h"
+#include "products_bf16.h"
 
 #include <cmath>
 #include <limits>

@@ -26,6 +26,15 @@ inline vec load(const void* from) {
   return x;
 }
 
+// LANES elements as float32.
+inline vec load_wide(const float* from) { return load(from); }
+inline vec load_wide(const bf16* from) {
+  typedef bf16 halves __attribute__((vector_size(LANES * 2)));
+  halves x;
+  memcpy(&x, from, sizeof x);
+  return (vec)(__builtin_convertvector(x, bits) << 16);
+}
+
 inline void store(void* to, vec x) { memcpy(to, &x, sizeof x); }
 
 inline vec all(float x) { return vec{} + x; }
