@@ -30,7 +30,7 @@ struct Backward {
 
   struct Buffers {
     // All rows of a head, packed in blocks of ROWS; then a panel of KEYS keys.
-    W *q_flipped, *q, *grad_flipped, *grad, *grad_rows;
+    W *q_flipped, *q, *grad_flipped, *grad;
     W *keys, *values, *keys_packed, *keys_flipped;
     // A tile [KEYS, ROWS]: weights, and gradients of the scores as left and as right factor.
     float *scores, *slopes;
@@ -45,7 +45,6 @@ struct Backward {
     r.q = memory.take<W>(rows * width);
     r.grad_flipped = memory.take<W>(rows * value_width);
     r.grad = memory.take<W>(rows * value_width);
-    r.grad_rows = memory.take<W>(ROWS * value_width);
     r.keys = memory.take<W>(KEYS * width);
     r.values = memory.take<W>(KEYS * value_width);
     r.keys_packed = memory.take<W>(KEYS * width);
@@ -88,15 +87,10 @@ struct Backward {
       P::pack_transpose(r.q_flipped + i * width, ROWS, q, p.q_strides[2], count, p.width,
                         width);
       P::pack(r.q + i * width, width, q, p.q_strides[2], count, ROWS, p.width);
-      for (int64_t c = 0; c < count; c++) {
-        const T* grad = at<T>(p.grad, p.grad_strides, b, h, i + c);
-        float factor = factor_of(p, b, h, i + c);
-        for (int64_t e = 0; e < p.value_width; e++)
-          r.grad_rows[c * value_width + e] = narrow<W>(wide(grad[e]) * factor);
-      }
-      P::pack_transpose(r.grad_flipped + i * value_width, ROWS, r.grad_rows, value_width, count,
+      const T* grad = at<T>(p.grad, p.grad_strides, b, h, i);
+      P::pack_transpose(r.grad_flipped + i * value_width, ROWS, grad, p.grad_strides[2], count,
                         p.value_width, value_width);
-      P::pack(r.grad + i * value_width, value_width, r.grad_rows, value_width, count, ROWS,
+      P::pack(r.grad + i * value_width, value_width, grad, p.grad_strides[2], count, ROWS,
               p.value_width);
     }
   }
@@ -110,10 +104,23 @@ struct Backward {
          p.value_width);
   }
 
+  // Numbers of the rows of a tile: with grad.v, the gradient of a weight x^power is
+  // factor * grad.v + constant. A factor on rounded gradients would round them again.
+  struct RowTerms {
+    float factor[ROWS] = {}, constant[ROWS] = {};
+
+    RowTerms(const Problem& p, int64_t b, int64_t h, int64_t row) {
+      int64_t count = std::min(ROWS, p.rows - row);
+      for (int64_t i = 0; i < count; i++) factor[i] = factor_of(p, b, h, row + i);
+      if (p.constant)
+        memcpy(constant, p.constant + (b * p.heads + h) * p.rows + row, count * sizeof(float));
+    }
+  };
+
   // Turns scores into weights, and gradients of weights into those of scores; returns their sum.
   template <int POWER>
   float weigh(const Buffers& r, int64_t b, int64_t key, int64_t row, float offset,
-              const float* constant) const {
+              const RowTerms& terms) const {
     vec total{};
     for (int64_t j = 0; j < KEYS; j += 2) {
       Range seen[2] = {rows_of(p, b, key + j), rows_of(p, b, key + j + 1)};
@@ -128,12 +135,12 @@ struct Backward {
                     ? x
                     : vec{};
           }
-          vec slope = load(r.slopes + here);
-          if (constant) slope += load(constant + i);
+          vec factor = load(terms.factor + i);
+          vec slope = load(r.slopes + here) * factor + load(terms.constant + i);
           slope *= raised<POWER - 1>(x) * float(POWER);
           ds[o] = x == 0 ? vec{} : slope;
           total += ds[o];
-          P::put(r.weights + here, raised<POWER>(x));
+          P::put(r.weights + here, raised<POWER>(x) * factor);
           if constexpr (!std::is_same_v<W, float>) P::put(r.left + here, ds[o]);
         }
         P::put_pair(r.right + j * ROWS + i * (std::is_same_v<W, float> ? 1 : 2), ROWS, ds[0],
@@ -182,12 +189,9 @@ struct Backward {
                  false, ROWS);
       P::product(KEYS, ROWS, value_width, r.values, value_width,
                  r.grad_flipped + row * value_width, r.slopes, ROWS, false, ROWS);
-      float constant[ROWS] = {};
-      if (p.constant)
-        memcpy(constant, p.constant + (b * p.heads + h) * p.rows + row,
-               std::min(ROWS, p.rows - row) * sizeof(float));
+      RowTerms terms(p, b, h, row);
       d_offset += with_power(p.power, [&](auto power) {
-        return weigh<power>(r, b, key, row, score_offset_of(p, h), p.constant ? constant : nullptr);
+        return weigh<power>(r, b, key, row, score_offset_of(p, h), terms);
       });
       P::product(KEYS, value_width, ROWS, r.weights, ROWS, r.grad + row * value_width, dv,
                  value_width, true, value_width);

@@ -48,27 +48,60 @@ struct Forward {
     return counted.size;
   }
 
-  // Turns the scores of `count` rows from `row` and KEYS keys from `key` into weights.
-  template <int POWER>
-  void weigh(const Buffers& r, int64_t b, int64_t row, int64_t count, int64_t key, float offset,
-             float* sums) const {
-    for (int64_t i = 0; i < count; i++) {
-      Range seen = keys_of(p, b, row + i);
-      bool whole = seen.from <= key && seen.to >= key + P::KEYS;
-      ints from = ints{} + int32_t(clipped(seen.from - key, 0, P::KEYS));
-      ints to = ints{} + int32_t(clipped(seen.to - key, 0, P::KEYS));
-      vec sum = load(sums + i * LANES);
-      for (int64_t j = 0; j < P::KEYS; j += LANES) {
-        vec x = P::rectified(load(r.scores + i * P::KEYS + j) + offset);
+  // A tile of scores: rows from `row` of head h, KEYS keys from `key`.
+  struct Tile {
+    int64_t b, h, row, key;
+    const W* rows;
+    float *out, *sums;
+  };
+
+  // Turns the scores of `count` rows and N vectors of keys from `start` into weights.
+  template <int POWER, int N, class Scores>
+  void weigh(const Buffers& r, const Tile& t, int64_t i, int64_t count, int64_t start,
+             Scores scores) const {
+    float offset = score_offset_of(p, t.h);
+    // Later rows see no earlier keys: the first and the last row decide for those between.
+    int64_t first = t.key + start, last = first + N * LANES;
+    bool whole = keys_of(p, t.b, t.row + i + count - 1).from <= first &&
+                 keys_of(p, t.b, t.row + i).to >= last;
+    for (int64_t m = 0; m < count; m++) {
+      vec sum = load(t.sums + (i + m) * LANES);
+      ints from, to;
+      if (!whole) {
+        Range seen = keys_of(p, t.b, t.row + i + m);
+        from = ints{} + int32_t(clipped(seen.from - first, 0, N * LANES));
+        to = ints{} + int32_t(clipped(seen.to - first, 0, N * LANES));
+      }
+      for (int n = 0; n < N; n++) {
+        vec x = P::rectified(scores(m, n) + offset);
         if (!whole) {
-          ints column = count_from(int32_t(j));
+          ints column = count_from(n * LANES);
           x = (column >= from) & (column < to) ? x : vec{};
         }
         x = raised<POWER>(x);
         sum += x;
-        P::put(r.weights + i * P::KEYS + j, x);
+        P::put(r.weights + (i + m) * P::KEYS + start + n * LANES, x);
       }
-      store(sums + i * LANES, sum);
+      store(t.sums + (i + m) * LANES, sum);
+    }
+  }
+
+  // The weights of the first `height` rows of a tile, a multiple of HEIGHT.
+  template <int POWER>
+  [[gnu::noinline]] void weights(const Buffers& r, const Tile& t, int64_t height) const {
+    if constexpr (P::IN_REGISTERS) {
+      constexpr int64_t STEP = sizeof(float) / sizeof(W);
+      for (int64_t i = 0; i < height; i += TALL)
+        for (int64_t j = 0; j < P::KEYS; j += BROAD * LANES) {
+          vec held[TALL][BROAD] = {};
+          accumulate(held, width, t.rows + i * width, width, r.keys + j * STEP, P::KEYS);
+          weigh<POWER, BROAD>(r, t, i, TALL, j, [&](int m, int n) { return held[m][n]; });
+        }
+    } else {
+      P::product(height, P::KEYS, width, t.rows, width, r.keys, r.scores, P::KEYS, false, P::KEYS);
+      weigh<POWER, P::KEYS / LANES>(r, t, 0, height, 0, [&](int m, int n) {
+        return load(r.scores + m * P::KEYS + n * LANES);
+      });
     }
   }
 
@@ -77,7 +110,7 @@ struct Forward {
     int64_t kv = h / (p.heads / p.key_heads), first = item % blocks * tall;
     int64_t count = std::min(tall, p.rows - first);
     copy(r.rows, width, at<T>(p.q, p.q_strides, b, h, first), p.q_strides[2], count,
-         up_to(count, P::UNIT), p.width);
+         up_to(count, P::HEIGHT), p.width);
     memset(r.out, 0, value_width * tall * sizeof(float));
     memset(r.sums, 0, tall * LANES * sizeof(float));
     int64_t start = keys_of(p, b, first).from, end = keys_of(p, b, first + count - 1).to;
@@ -88,17 +121,15 @@ struct Forward {
       P::pack(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], held,
               P::KEYS, p.value_width);
       for (int64_t i = 0; i < count; i += P::ROWS) {
-        int64_t some = std::min(P::ROWS, count - i), tile = up_to(some, P::UNIT);
+        int64_t some = std::min(P::ROWS, count - i), height = up_to(some, P::HEIGHT);
         if (keys_of(p, b, first + i + some - 1).to <= key ||
             keys_of(p, b, first + i).from >= key + held)
           continue;
-        P::product(tile, P::KEYS, width, r.rows + i * width, width, r.keys, r.scores, P::KEYS,
-                   false, P::KEYS);
-        with_power(p.power, [&](auto power) {
-          weigh<power>(r, b, first + i, some, key, score_offset_of(p, h), r.sums + i * LANES);
-        });
-        P::product(tile, value_width, P::KEYS, r.weights, P::KEYS, r.values,
-                   r.out + i * value_width, value_width, true, value_width);
+        Tile tile{b, h, first + i, key, r.rows + i * width, r.out + i * value_width,
+                  r.sums + i * LANES};
+        with_power(p.power, [&](auto power) { weights<power>(r, tile, height); });
+        P::product(height, value_width, P::KEYS, r.weights, P::KEYS, r.values, tile.out,
+                   value_width, true, value_width);
       }
     }
     for (int64_t i = 0; i < count; i++) {

@@ -67,19 +67,26 @@ inline vec multiply_add(vec c, const bf16* a, vec b) {
 }
 #endif
 
+// held += A B: M rows and N vectors of a product, in registers.
 template <int M, int N, class T>
-inline void block(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
-                  int64_t ldc, bool add) {
+inline void accumulate(vec (&held)[M][N], int64_t K, const T* a, int64_t lda, const T* b,
+                       int64_t ldb) {
   constexpr int STEP = sizeof(float) / sizeof(T);
-  vec held[M][N];
-  for (int i = 0; i < M; i++)
-    for (int j = 0; j < N; j++) held[i][j] = add ? load(c + i * ldc + j * LANES) : vec{};
   for (int64_t k = 0; k < K; k += STEP) {
     vec row[N];
     for (int j = 0; j < N; j++) row[j] = load(b + k * ldb + j * LANES * STEP);
     for (int i = 0; i < M; i++)
       for (int j = 0; j < N; j++) held[i][j] = multiply_add(held[i][j], a + i * lda + k, row[j]);
   }
+}
+
+template <int M, int N, class T>
+inline void block(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
+                  int64_t ldc, bool add) {
+  vec held[M][N];
+  for (int i = 0; i < M; i++)
+    for (int j = 0; j < N; j++) held[i][j] = add ? load(c + i * ldc + j * LANES) : vec{};
+  accumulate(held, K, a, lda, b, ldb);
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++) store(c + i * ldc + j * LANES, held[i][j]);
 }
@@ -122,6 +129,9 @@ struct Products<float> {
   // Elements of the packed tables.
   using Word = float;
   static constexpr int64_t UNIT = LANES;
+  // Rows of a product, in whose registers its results can be used.
+  static constexpr int64_t HEIGHT = TALL;
+  static constexpr bool IN_REGISTERS = true;
   // Keys and rows of a tile, forward and backward.
   static constexpr int64_t KEYS = 64, ROWS = 48, BACK_KEYS = 48, BACK_ROWS = 64;
 

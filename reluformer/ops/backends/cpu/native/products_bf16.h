@@ -67,7 +67,8 @@ struct PairTables {
 #if defined(HAVE_AMX)
 template <>
 struct Products<bf16> : PairTables {
-  static constexpr int64_t UNIT = 32;
+  static constexpr int64_t UNIT = 32, HEIGHT = 32;
+  static constexpr bool IN_REGISTERS = false;
   static constexpr int64_t KEYS = 128, ROWS = 64, BACK_KEYS = 64, BACK_ROWS = 128;
 
   // Configures the AMX tiles of a thread and releases them afterwards.
@@ -129,7 +130,8 @@ struct Products<bf16> : PairTables {
 #elif defined(__AVX512BF16__)
 template <>
 struct Products<bf16> : PairTables {
-  static constexpr int64_t UNIT = LANES;
+  static constexpr int64_t UNIT = LANES, HEIGHT = TALL;
+  static constexpr bool IN_REGISTERS = true;
   static constexpr int64_t KEYS = 64, ROWS = 48, BACK_KEYS = 48, BACK_ROWS = 64;
 
   struct Session {
