@@ -48,7 +48,7 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
         with torch.autocast("cpu", enabled=False):
             return attend(call, rule)
     plan = make_plan(call, rule)
-    if call.q.dtype == torch.bfloat16 and not plan.is_native and _needs_float32(plan, rule):
+    if call.q.dtype == torch.bfloat16 and _needs_float32(plan, rule):
         return _in_float32(call, rule)
     gamma = rule.gamma if isinstance(rule.gamma, Tensor) else None
     threshold = rule.threshold if isinstance(rule.threshold, Tensor) else None
@@ -68,11 +68,15 @@ def attend(call: Call, rule: Rectified) -> KernelResult:
 
 
 def _needs_float32(plan: Plan, rule: Rectified) -> bool:
-    """Whether tables of bfloat16, in plain torch, would not be accurate enough.
+    """Whether bfloat16 would not be accurate enough.
 
-    They round scores, and the eighth power multiplies that error by eight. The gradients of a
-    threshold and of row-normalised weights are differences of large rounded numbers.
+    Tables in plain torch round scores, and the eighth power multiplies that error by eight. The
+    gradients of a threshold and of row-normalised weights are differences of large rounded numbers.
+    Native kernels round weights and outputs only, which matters if both and a high power meet.
     """
+    if plan.is_native:
+        learns_threshold = isinstance(rule.threshold, Tensor) and rule.threshold.requires_grad
+        return rule.power > 4 and rule.row_normalise is not None and learns_threshold
     sums = rule.row_normalise is not None or isinstance(rule.threshold, Tensor)
     return rule.power > 2 or (plan.needs_grad and sums)
 

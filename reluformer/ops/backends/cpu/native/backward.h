@@ -81,26 +81,27 @@ struct Backward {
   }
 
   void pack_rows(const Buffers& r, int64_t b, int64_t h) const {
-    for (int64_t i = 0; i < rows; i += ROWS) {
-      int64_t count = clipped(p.rows - i, 0, ROWS);
+    for (int64_t i = 0; i < p.rows; i += ROWS) {
+      int64_t count = std::min(ROWS, p.rows - i), span = up_to(count, P::UNIT);
       const T* q = at<T>(p.q, p.q_strides, b, h, i);
-      P::pack_transpose(r.q_flipped + i * width, ROWS, q, p.q_strides[2], count, p.width,
-                        width);
-      P::pack(r.q + i * width, width, q, p.q_strides[2], count, ROWS, p.width);
+      P::pack_transpose(r.q_flipped + i * width, {ROWS, width, span}, q, p.q_strides[2], count,
+                        p.width);
+      P::pack(r.q + i * width, width, q, p.q_strides[2], count, span, p.width);
       const T* grad = at<T>(p.grad, p.grad_strides, b, h, i);
-      P::pack_transpose(r.grad_flipped + i * value_width, ROWS, grad, p.grad_strides[2], count,
-                        p.value_width, value_width);
-      P::pack(r.grad + i * value_width, value_width, grad, p.grad_strides[2], count, ROWS,
+      P::pack_transpose(r.grad_flipped + i * value_width, {ROWS, value_width, span}, grad,
+                        p.grad_strides[2], count, p.value_width);
+      P::pack(r.grad + i * value_width, value_width, grad, p.grad_strides[2], count, span,
               p.value_width);
     }
   }
 
   void pack_keys(const Buffers& r, int64_t b, int64_t kv, int64_t key, int64_t count) const {
     static_assert(KEYS % P::UNIT == 0 && ROWS % P::UNIT == 0);
+    int64_t span = up_to(count, P::UNIT);
     const T* k = at<T>(p.k, p.k_strides, b, kv, key);
-    copy(r.keys, width, k, p.k_strides[2], count, KEYS, p.width);
-    P::pack_transpose(r.keys_packed, KEYS, k, p.k_strides[2], count, p.width, width);
-    copy(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], count, KEYS,
+    copy(r.keys, width, k, p.k_strides[2], count, span, p.width);
+    P::pack_transpose(r.keys_packed, {KEYS, width, span}, k, p.k_strides[2], count, p.width);
+    copy(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], count, span,
          p.value_width);
   }
 
@@ -108,9 +109,10 @@ struct Backward {
   // factor * grad.v + constant. A factor on rounded gradients would round them again.
   struct RowTerms {
     float factor[ROWS] = {}, constant[ROWS] = {};
+    int64_t count, span;
 
-    RowTerms(const Problem& p, int64_t b, int64_t h, int64_t row) {
-      int64_t count = std::min(ROWS, p.rows - row);
+    RowTerms(const Problem& p, int64_t b, int64_t h, int64_t row)
+        : count(std::min(ROWS, p.rows - row)), span(up_to(count, P::UNIT)) {
       for (int64_t i = 0; i < count; i++) factor[i] = factor_of(p, b, h, row + i);
       if (p.constant)
         memcpy(constant, p.constant + (b * p.heads + h) * p.rows + row, count * sizeof(float));
@@ -119,12 +121,12 @@ struct Backward {
 
   // Turns scores into weights, and gradients of weights into those of scores; returns their sum.
   template <int POWER>
-  float weigh(const Buffers& r, int64_t b, int64_t key, int64_t row, float offset,
-              const RowTerms& terms) const {
+  float weigh(const Buffers& r, int64_t b, int64_t key, int64_t key_span, int64_t row,
+              float offset, const RowTerms& terms) const {
     vec total{};
-    for (int64_t j = 0; j < KEYS; j += 2) {
+    for (int64_t j = 0; j < key_span; j += 2) {
       Range seen[2] = {rows_of(p, b, key + j), rows_of(p, b, key + j + 1)};
-      for (int64_t i = 0; i < ROWS; i += LANES) {
+      for (int64_t i = 0; i < terms.span; i += LANES) {
         vec ds[2];
         for (int o = 0; o < 2; o++) {
           int64_t here = (j + o) * ROWS + i, from = seen[o].from - row - i, to = seen[o].to - row - i;
@@ -171,9 +173,8 @@ struct Backward {
     for (int64_t key = first; key < last; key++) {
       T* dk = at<T>(p.dk, p.dk_strides, b, kv, key);
       T* dv = at<T>(p.dv, p.dv_strides, b, kv, key);
-      for (int64_t e = 0; e < p.width; e++) dk[e] = narrow<T>(r.dk[(key - first) * width + e]);
-      for (int64_t e = 0; e < p.value_width; e++)
-        dv[e] = narrow<T>(r.dv[(key - first) * value_width + e]);
+      store_row(dk, r.dk + (key - first) * width, 1, p.width);
+      store_row(dv, r.dv + (key - first) * value_width, 1, p.value_width);
     }
   }
 
@@ -184,19 +185,22 @@ struct Backward {
     const W* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
     double d_offset = 0;
     int64_t from = rows_of(p, b, key).from, to = rows_of(p, b, key + count - 1).to;
+    int64_t key_span = up_to(count, P::UNIT);
     for (int64_t row = from / ROWS * ROWS; row < to; row += ROWS) {
-      P::product(KEYS, ROWS, width, r.keys, width, r.q_flipped + row * width, r.scores, ROWS,
-                 false, ROWS);
-      P::product(KEYS, ROWS, value_width, r.values, value_width,
-                 r.grad_flipped + row * value_width, r.slopes, ROWS, false, ROWS);
       RowTerms terms(p, b, h, row);
+      P::product(key_span, terms.span, width, r.keys, width, r.q_flipped + row * width, r.scores,
+                 ROWS, false, ROWS);
+      P::product(key_span, terms.span, value_width, r.values, value_width,
+                 r.grad_flipped + row * value_width, r.slopes, ROWS, false, ROWS);
       d_offset += with_power(p.power, [&](auto power) {
-        return weigh<power>(r, b, key, row, score_offset_of(p, h), terms);
+        return weigh<power>(r, b, key, key_span, row, score_offset_of(p, h), terms);
       });
-      P::product(KEYS, value_width, ROWS, r.weights, ROWS, r.grad + row * value_width, dv,
+      P::product(key_span, value_width, terms.span, r.weights, ROWS, r.grad + row * value_width, dv,
                  value_width, true, value_width);
-      P::product(KEYS, width, ROWS, r.left, ROWS, r.q + row * width, dk, width, true, width);
-      P::product(width, ROWS, KEYS, flipped, KEYS, r.right, dq + row * width, ROWS, true, ROWS);
+      P::product(key_span, width, terms.span, r.left, ROWS, r.q + row * width, dk, width, true,
+                 width);
+      P::product(width, terms.span, key_span, flipped, KEYS, r.right, dq + row * width, ROWS, true,
+                 ROWS);
     }
     return d_offset;
   }

@@ -48,9 +48,10 @@ struct Forward {
     return counted.size;
   }
 
-  // A tile of scores: rows from `row` of head h, KEYS keys from `key`.
+  // A tile of scores: `height` rows from `row` of head h, a multiple of HEIGHT, and `span` keys from
+  // `key`, a multiple of UNIT.
   struct Tile {
-    int64_t b, h, row, key;
+    int64_t b, h, row, height, key, span;
     const W* rows;
     float *out, *sums;
   };
@@ -86,22 +87,30 @@ struct Forward {
     }
   }
 
-  // The weights of the first `height` rows of a tile, a multiple of HEIGHT.
+  // The weights of N vectors of keys from `start`, by way of registers.
+  template <int POWER, int N>
+  void strip_weights(const Buffers& r, const Tile& t, int64_t start) const {
+    constexpr int64_t STEP = sizeof(float) / sizeof(W);
+    for (int64_t i = 0; i < t.height; i += TALL) {
+      vec held[TALL][N] = {};
+      accumulate(held, width, t.rows + i * width, width, r.keys + start * STEP, P::KEYS);
+      weigh<POWER, N>(r, t, i, TALL, start, [&](int m, int n) { return held[m][n]; });
+    }
+  }
+
   template <int POWER>
-  [[gnu::noinline]] void weights(const Buffers& r, const Tile& t, int64_t height) const {
+  [[gnu::noinline]] void weights(const Buffers& r, const Tile& t) const {
     if constexpr (P::IN_REGISTERS) {
-      constexpr int64_t STEP = sizeof(float) / sizeof(W);
-      for (int64_t i = 0; i < height; i += TALL)
-        for (int64_t j = 0; j < P::KEYS; j += BROAD * LANES) {
-          vec held[TALL][BROAD] = {};
-          accumulate(held, width, t.rows + i * width, width, r.keys + j * STEP, P::KEYS);
-          weigh<POWER, BROAD>(r, t, i, TALL, j, [&](int m, int n) { return held[m][n]; });
-        }
+      int64_t j = 0;
+      for (; j + BROAD * LANES <= t.span; j += BROAD * LANES) strip_weights<POWER, BROAD>(r, t, j);
+      for (; j < t.span; j += LANES) strip_weights<POWER, 1>(r, t, j);
     } else {
-      P::product(height, P::KEYS, width, t.rows, width, r.keys, r.scores, P::KEYS, false, P::KEYS);
-      weigh<POWER, P::KEYS / LANES>(r, t, 0, height, 0, [&](int m, int n) {
-        return load(r.scores + m * P::KEYS + n * LANES);
-      });
+      P::product(t.height, t.span, width, t.rows, width, r.keys, r.scores, P::KEYS, false, P::KEYS);
+      constexpr int64_t N = P::UNIT / LANES;
+      for (int64_t j = 0; j < t.span; j += P::UNIT)
+        weigh<POWER, N>(r, t, 0, t.height, j, [&](int m, int n) {
+          return load(r.scores + m * P::KEYS + j + n * LANES);
+        });
     }
   }
 
@@ -115,33 +124,27 @@ struct Forward {
     memset(r.sums, 0, tall * LANES * sizeof(float));
     int64_t start = keys_of(p, b, first).from, end = keys_of(p, b, first + count - 1).to;
     for (int64_t key = start; key < end; key += P::KEYS) {
-      int64_t held = std::min(P::KEYS, end - key);
-      P::pack_transpose(r.keys, P::KEYS, at<T>(p.k, p.k_strides, b, kv, key), p.k_strides[2],
-                        held, p.width, width);
+      int64_t held = std::min(P::KEYS, end - key), span = up_to(held, P::UNIT);
+      P::pack_transpose(r.keys, {P::KEYS, width, span}, at<T>(p.k, p.k_strides, b, kv, key),
+                        p.k_strides[2], held, p.width);
       P::pack(r.values, value_width, at<T>(p.v, p.v_strides, b, kv, key), p.v_strides[2], held,
-              P::KEYS, p.value_width);
+              span, p.value_width);
       for (int64_t i = 0; i < count; i += P::ROWS) {
-        int64_t some = std::min(P::ROWS, count - i), height = up_to(some, P::HEIGHT);
+        int64_t some = std::min(P::ROWS, count - i);
         if (keys_of(p, b, first + i + some - 1).to <= key ||
             keys_of(p, b, first + i).from >= key + held)
           continue;
-        Tile tile{b, h, first + i, key, r.rows + i * width, r.out + i * value_width,
-                  r.sums + i * LANES};
-        with_power(p.power, [&](auto power) { weights<power>(r, tile, height); });
-        P::product(height, value_width, P::KEYS, r.weights, P::KEYS, r.values, tile.out,
+        Tile tile{b, h, first + i, up_to(some, P::HEIGHT), key, span, r.rows + i * width,
+                  r.out + i * value_width, r.sums + i * LANES};
+        with_power(p.power, [&](auto power) { weights<power>(r, tile); });
+        P::product(tile.height, value_width, span, r.weights, P::KEYS, r.values, tile.out,
                    value_width, true, value_width);
       }
     }
     for (int64_t i = 0; i < count; i++) {
       float factor = store_sum(p, b, h, first + i, sum(load(r.sums + i * LANES)));
       T* to = at<T>(p.out, p.out_strides, b, h, first + i);
-      int bad = 0;
-      for (int64_t e = 0; e < p.value_width; e++) {
-        float x = r.out[i * value_width + e] * factor;
-        bad |= is_nonfinite(x);
-        to[e] = narrow<T>(x);
-      }
-      if (bad) spoilt = 1;
+      if (store_row(to, r.out + i * value_width, factor, p.value_width)) spoilt = 1;
     }
   }
 

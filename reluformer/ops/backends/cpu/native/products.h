@@ -31,22 +31,30 @@ inline void copy(To* to, int64_t ld, const From* from, int64_t stride, int64_t c
   }
 }
 
-// to [height, ld] = transpose of from [count, width], widened to words of four bytes.
+// Table of `height` rows that pack_transpose writes: `span` columns of them, `ld` elements apart.
+struct Packed {
+  int64_t ld, height, span;
+};
+
+// to [height, span] = transpose of from [count, width], widened to words of four bytes, with zeros
+// beyond it. Height and span are multiples of LANES.
 template <class From>
-[[gnu::noinline]] inline void flip(float* to, int64_t ld, const From* from, int64_t stride,
-                                   int64_t count, int64_t width, int64_t height) {
-  for (int64_t i = 0; i < ld; i += LANES)
-    for (int64_t e = 0; e < height; e += LANES) {
-      if (i + LANES <= count && e + LANES <= width) {
-        vec rows[LANES];
-        for (int r = 0; r < LANES; r++) rows[r] = load_wide(from + (i + r) * stride + e);
-        transpose(rows);
-        for (int r = 0; r < LANES; r++) store(to + (e + r) * ld + i, rows[r]);
-        continue;
+[[gnu::noinline]] inline void flip(float* to, Packed shape, const From* from, int64_t stride,
+                                   int64_t count, int64_t width) {
+  for (int64_t i = 0; i < shape.span; i += LANES)
+    for (int64_t e = 0; e < shape.height; e += LANES) {
+      vec rows[LANES];
+      int64_t left = width - e;
+      for (int r = 0; r < LANES; r++) {
+        const From* row = from + (i + r) * stride + e;
+        rows[r] = vec{};
+        if (i + r >= count) continue;
+        if (left >= LANES) rows[r] = load_wide(row);
+        else
+          for (int64_t c = 0; c < left; c++) rows[r][c] = wide(row[c]);
       }
-      for (int64_t r = i; r < std::min(i + LANES, ld); r++)
-        for (int64_t c = e; c < std::min(e + LANES, height); c++)
-          to[c * ld + r] = r < count && c < width ? wide(from[r * stride + c]) : 0;
+      transpose(rows);
+      for (int r = 0; r < LANES; r++) store(to + (e + r) * shape.ld + i, rows[r]);
     }
 }
 
@@ -145,11 +153,11 @@ struct Products<float> {
     vector_product(M, N, K, a, lda, b, c, ldc, add, ldb);
   }
 
-  // B for products with the transpose of these rows: [height, ld].
+  // B for products with the transpose of these rows.
   template <class From>
-  static void pack_transpose(float* to, int64_t ld, const From* from, int64_t stride, int64_t count,
-                             int64_t width, int64_t height) {
-    flip(to, ld, from, stride, count, width, height);
+  static void pack_transpose(float* to, Packed shape, const From* from, int64_t stride,
+                             int64_t count, int64_t width) {
+    flip(to, shape, from, stride, count, width);
   }
 
   // B for products with these rows: [height, ld].

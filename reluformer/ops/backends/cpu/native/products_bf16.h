@@ -19,16 +19,17 @@ enum Bf16Products { NONE, WIDENED, PAIRS, AMX };
 struct PairTables {
   using Word = bf16;
 
-  static void pack_transpose(bf16* to, int64_t ld, const bf16* from, int64_t stride,
-                             int64_t count, int64_t width, int64_t height) {
+  static void pack_transpose(bf16* to, Packed shape, const bf16* from, int64_t stride,
+                             int64_t count, int64_t width) {
     // Two neighbouring elements form a word: for an even width this transposes words.
-    if (width % 2 == 0 && stride % 2 == 0) {
-      flip((float*)to, ld, (const float*)from, stride / 2, count, width / 2, height / 2);
+    if (width % 2 == 0 && stride % 2 == 0 && shape.height % (2 * LANES) == 0) {
+      flip((float*)to, {shape.ld, shape.height / 2, shape.span}, (const float*)from, stride / 2,
+           count, width / 2);
       return;
     }
-    for (int64_t e = 0; e < height; e++)
-      for (int64_t i = 0; i < ld; i++)
-        to[(e / 2 * ld + i) * 2 + e % 2] = i < count && e < width ? from[i * stride + e] : 0;
+    for (int64_t e = 0; e < shape.height; e++)
+      for (int64_t i = 0; i < shape.span; i++)
+        to[(e / 2 * shape.ld + i) * 2 + e % 2] = i < count && e < width ? from[i * stride + e] : 0;
   }
 
   static void pack(bf16* to, int64_t ld, const bf16* from, int64_t stride, int64_t count,

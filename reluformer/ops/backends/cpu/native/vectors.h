@@ -114,6 +114,35 @@ inline bf16 narrow<bf16>(float x) {
   return x != x ? 0x7fc0 : bf16((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
+inline void store_narrow(float* to, vec x) { store(to, x); }
+inline void store_narrow(bf16* to, vec x) {
+  typedef bf16 halves __attribute__((vector_size(LANES * 2)));
+  bits word = (bits)x;
+  bits rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  halves half = __builtin_convertvector(x != x ? bits{} + 0x7fc0 : rounded, halves);
+  memcpy(to, &half, sizeof half);
+}
+
+// to [width] = from * factor; returns whether an element is NaN or infinite.
+template <class T>
+inline bool store_row(T* to, const float* from, float factor, int64_t width) {
+  ints bad{};
+  int64_t e = 0;
+  for (; e + LANES <= width; e += LANES) {
+    vec x = load(from + e) * factor;
+    bad |= ((bits)x & 0x7f800000u) == 0x7f800000u;
+    store_narrow(to + e, x);
+  }
+  for (; e < width; e++) {
+    vec x = vec{} + from[e] * factor;
+    bad |= ((bits)x & 0x7f800000u) == 0x7f800000u;
+    to[e] = narrow<T>(x[0]);
+  }
+  bool any = false;
+  for (int i = 0; i < LANES; i++) any |= bad[i] != 0;
+  return any;
+}
+
 // x^P by products of squares.
 template <int P>
 inline vec raised(vec x) {
