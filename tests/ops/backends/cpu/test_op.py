@@ -215,5 +215,5 @@ def test_high_powers_of_bfloat16_are_as_accurate_as_the_reference(
 
     exact = run("reference", torch.float64)
     for result, wanted in zip(run("cpu", torch.bfloat16), exact, strict=True):
-        # AMX rounds the weights once.
+        # Native kernels round the weights once.
         assert (result - wanted).norm() < 0.005 * wanted.norm()

@@ -55,7 +55,7 @@ class Kernels:
             getattr(library, name).restype = ctypes.c_int64
         assert library.problem_size() == PROBLEM.size
         self.few_rows: int = library.few_rows()
-        """Number of rows per key head below which a call is decoding, without products of tables."""
+        """Number of rows per key head below which a call is decoding."""
         self.bf16_products = _BF16_PRODUCTS[library.bf16_products()]
         """Instructions that multiply bfloat16 tables; None if the system forbids them."""
         self.forward = _typed(library.forward, ctypes.c_int64, ctypes.c_void_p)

@@ -115,7 +115,6 @@ def test_decodes_a_long_cache(rows: int, width: int, laid: str, threads: None) -
         key_lengths=(2311, 1700), threshold=(0.3, -0.1), gamma=True, statistics=1,
         row_normalise=0.2,
     )  # fmt: skip
-    # Without AMX too: a few rows need nothing of it.
     for dtype, bound in BOUNDS.items():
         given = arguments(case, dtype, "cpu", transposed=laid == "by token")
         wanted, _ = expected(given)

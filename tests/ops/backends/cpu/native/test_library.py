@@ -12,8 +12,10 @@ import torch
 from reluformer.errors import UserError
 from reluformer.info import info
 from reluformer.ops.api import relu_attention
+from reluformer.ops.backends.cpu import op
 from reluformer.ops.backends.cpu.native import __main__ as command
 from reluformer.ops.backends.cpu.native import available, build, library
+from tests.ops.rectified import Case, arguments, check
 
 HEADER = library._SOURCES / "problem.h"
 
@@ -143,3 +145,27 @@ def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_
     assert library.path(tmp_path) == before
     (tmp_path / HEADER.name).write_text("// Other.", encoding="utf-8")
     assert library.path(tmp_path) != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["-mno-avx512bf16 -mno-amx-bf16", "-mno-avx512f -mno-amx-bf16"])
+def test_older_processors_widen_bfloat16(
+    home: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    monkeypatch.setenv("CXX", f"g++ {options}")
+    monkeypatch.setattr(library, "_UNITS", library._UNITS[:1])
+    try:
+        widening = library.Kernels(build())
+    except UserError as problem:
+        pytest.skip(f"the compiler is for another processor: {problem}")
+    assert widening.bf16_products == "float32 vectors"
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "load", lambda: widening)
+        for case in (
+            Case("", queries=171, keys=203, width=40, value_width=72, causal=True, power=4),
+            Case("", queries=37, keys=70, width=33, value_width=7, window=20, statistics=1),
+            Case("", batch=2, queries=50, keys=99, key_lengths=(70, 0), row_normalise=0.1),
+        ):
+            # Only the results are rounded.
+            check(op.attend, arguments(case, torch.bfloat16, "cpu"), 3e-3, 6e-3)
+            check(op.attend, arguments(case, torch.float32, "cpu"), 3e-6, 9e-6)
