@@ -83,23 +83,32 @@ inline void pack_dense_bytes(int8_t* to, const int8_t* from, int64_t inputs, int
   }
 }
 
+// held [R, COLUMNS] += x [R, 4] times four interleaved rows of a panel.
+template <int R>
+inline void add_block(const uint8_t* x, int64_t stride, const ints (&w)[VECS],
+                      ints (&held)[R][VECS]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    int32_t four;
+    memcpy(&four, x + r * stride, 4);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) held[r][v] = add_products(held[r][v], four + ints{}, w[v]);
+  }
+}
+
 // total [R, COLUMNS] = x [R, 4 quads] times a dense panel.
 template <int R>
 inline void multiply_dense_bytes(const uint8_t* x, int64_t stride, const int8_t* panel,
                                  int64_t quads, ints (&total)[R][VECS]) {
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECS; v++) total[r][v] = ints{};
+  ints held[R][VECS] = {};
   for (int64_t q = 0; q < quads; q++) {
     ints w[VECS];
-    memcpy(w, panel + q * COLUMNS * 4, sizeof w);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      int32_t four;
-      memcpy(&four, x + r * stride + q * 4, 4);
-#pragma GCC unroll 8
-      for (int v = 0; v < VECS; v++) total[r][v] = add_products(total[r][v], four + ints{}, w[v]);
-    }
+    for (int v = 0; v < VECS; v++)
+      w[v] = (ints)load(panel + (q * COLUMNS + v * LANES) * 4);
+    add_block(x + q * 4, stride, w, held);
   }
+  copy_block(held, total);
 }
 
 // Panels whose rows can be left out are packed as [outputs / COLUMNS, inputs, COLUMNS]. Four rows of
@@ -132,8 +141,7 @@ using ByteLanes = std::make_index_sequence<LANES * 4>;
 template <int R>
 inline void multiply_chosen_bytes(const uint8_t* x, int64_t stride, const int8_t* panel,
                                   const int32_t* chosen, int64_t quads, ints (&total)[R][VECS]) {
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECS; v++) total[r][v] = ints{};
+  ints held[R][VECS] = {};
   for (int64_t q = 0; q < quads; q++) {
     bytes row[4];
     for (int i = 0; i < 4; i++) {
@@ -149,14 +157,9 @@ inline void multiply_chosen_bytes(const uint8_t* x, int64_t stride, const int8_t
       w[2 * half] = (ints)interleave<2, 0>(ab[half], cd[half], ByteLanes());
       w[2 * half + 1] = (ints)interleave<2, 8>(ab[half], cd[half], ByteLanes());
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      int32_t four;
-      memcpy(&four, x + r * stride + q * 4, 4);
-#pragma GCC unroll 8
-      for (int v = 0; v < VECS; v++) total[r][v] = add_products(total[r][v], four + ints{}, w[v]);
-    }
+    add_block(x + q * 4, stride, w, held);
   }
+  copy_block(held, total);
 }
 
 // As `leave_out_zeros` for quantised rows; pads the list to a multiple of four and returns its

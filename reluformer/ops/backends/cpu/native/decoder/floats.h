@@ -34,16 +34,12 @@ inline void with_rows(int64_t rows, F f) {
   f(std::integral_constant<int, R>());
 }
 
-inline void read_columns(const float* from, vec (&to)[VECS]) { memcpy(to, from, sizeof to); }
-
-// Two vectors of bfloat16 alternate, so that a shift and a mask extract them.
-inline void read_columns(const bf16* from, vec (&to)[VECS]) {
-  bits words[VECS / 2];
-  memcpy(words, from, sizeof words);
-  for (int v = 0; v < VECS; v += 2) {
-    to[v] = (vec)(words[v / 2] << 16);
-    to[v + 1] = (vec)(words[v / 2] & 0xffff0000u);
-  }
+// Vector v of a row of a panel. Two vectors of bfloat16 alternate: a shift and a mask extract them.
+inline vec read_vector(const float* row, int v) { return load(row + v * LANES); }
+inline vec read_vector(const bf16* row, int v) {
+  bits words;
+  memcpy(&words, row + v / 2 * 2 * LANES, sizeof words);
+  return v % 2 ? (vec)(words & 0xffff0000u) : (vec)(words << 16);
 }
 
 // Place of a column in a row of a panel.
@@ -54,12 +50,20 @@ inline int64_t place_of(int64_t column) {
   return v / 2 * 2 * LANES + column % LANES * 2 + v % 2;
 }
 
+template <class V, int R>
+inline void copy_block(const V (&from)[R][VECS], V (&to)[R][VECS]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) to[r][v] = from[r][v];
+}
+
 // total [R, COLUMNS] = x [R, count] times `count` rows of a panel: the first ones, or the `chosen`.
 template <int R, bool CHOSEN, class T>
 inline void multiply_panel(const float* x, int64_t stride, const T* panel, const int32_t* chosen,
                            int64_t count, vec (&total)[R][VECS]) {
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < VECS; v++) total[r][v] = vec{};
+  // A local array stays in registers.
+  vec held[R][VECS] = {};
   for (int64_t k = 0; k < count; k++) {
     const T* row = panel + (CHOSEN ? chosen[k] : k) * COLUMNS;
     if (CHOSEN) {
@@ -67,12 +71,14 @@ inline void multiply_panel(const float* x, int64_t stride, const T* panel, const
       for (size_t line = 0; line < COLUMNS * sizeof(T); line += 64) __builtin_prefetch(next + line);
     }
     vec w[VECS];
-    read_columns(row, w);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) w[v] = read_vector(row, v);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; v++) total[r][v] += x[r * stride + k] * w[v];
+      for (int v = 0; v < VECS; v++) held[r][v] += x[r * stride + k] * w[v];
   }
+  copy_block(held, total);
 }
 
 // Packs a table whose element for an input and an output is at from[input * a + output * b].
