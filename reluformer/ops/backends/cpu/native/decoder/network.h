@@ -18,9 +18,10 @@ struct AttentionLayer {
   Norm query_norm, key_norm, head_norm;
   Rule rule;
 
-  AttentionLayer(const AttentionDescription& d, const Sizes& sizes)
-      : query(d.query.table, d.query.bias), key_value(d.key_value.table, d.key_value.bias),
-        out(d.out.table, d.out.bias), query_norm(d.query_norm, sizes.head_width),
+  AttentionLayer(const AttentionDescription& d, const Sizes& sizes, Arena& arena)
+      : query(d.query.table, d.query.bias, arena),
+        key_value(d.key_value.table, d.key_value.bias, arena), out(d.out.table, d.out.bias, arena),
+        query_norm(d.query_norm, sizes.head_width),
         key_norm(d.key_norm, sizes.head_width), head_norm(d.head_norm, sizes.head_width),
         rule(d, sizes.heads) {}
 };
@@ -32,9 +33,9 @@ struct MemoryLayer {
   float temperature;
   int64_t power;
 
-  MemoryLayer(const MemoryDescription& d, const Sizes& sizes)
-      : keys(d.keys.table, d.keys.bias), values(d.values, d.values_bias), norm(d.norm, sizes.width),
-        temperature(float(d.temperature)), power(d.power) {}
+  MemoryLayer(const MemoryDescription& d, const Sizes& sizes, Arena& arena)
+      : keys(d.keys.table, d.keys.bias, arena), values(d.values, d.values_bias, arena),
+        norm(d.norm, sizes.width), temperature(float(d.temperature)), power(d.power) {}
 
   // Scores [slots] become weights.
   void weigh(float* x) const {
@@ -59,14 +60,16 @@ struct Layer {
   MemoryLayer memory;
   Norm self_norm, cross_norm, memory_norm;
 
-  Layer(const LayerDescription& d, const Sizes& sizes, bool has_cross)
-      : self(d.self, sizes), cross(has_cross ? new AttentionLayer(d.cross, sizes) : nullptr),
-        memory(d.memory, sizes), self_norm(d.self_norm, sizes.width),
+  Layer(const LayerDescription& d, const Sizes& sizes, bool has_cross, Arena& arena)
+      : self(d.self, sizes, arena),
+        cross(has_cross ? new AttentionLayer(d.cross, sizes, arena) : nullptr),
+        memory(d.memory, sizes, arena), self_norm(d.self_norm, sizes.width),
         cross_norm(d.cross_norm, sizes.width), memory_norm(d.memory_norm, sizes.width) {}
 };
 
 struct Model {
   Sizes sizes;
+  Arena arena;
   std::shared_ptr<Table> source_embedding, target_embedding, output;
   std::vector<std::unique_ptr<Layer>> encoder, decoder;
   Norm encoder_norm, decoder_norm;
@@ -79,16 +82,16 @@ struct Model {
         encoder_norm(d.encoder_norm, d.width), decoder_norm(d.decoder_norm, d.width),
         sinusoids(d.sinusoid_rates, (d.width + 1) / 2), rotations(d.rotary_rates, d.head_width / 2),
         bos(d.bos), eos(d.eos) {
-    output = std::make_shared<Table>(d.output, nullptr);
+    output = std::make_shared<Table>(d.output, nullptr, arena);
     bool is_tied = d.target_embedding.rows == d.output.rows;
-    target_embedding = is_tied ? output : std::make_shared<Table>(d.target_embedding, nullptr);
+    target_embedding = is_tied ? output : std::make_shared<Table>(d.target_embedding, nullptr, arena);
     is_tied = d.source_embedding.rows == d.target_embedding.rows;
     source_embedding =
-        is_tied ? target_embedding : std::make_shared<Table>(d.source_embedding, nullptr);
+        is_tied ? target_embedding : std::make_shared<Table>(d.source_embedding, nullptr, arena);
     for (int64_t i = 0; i < d.encoder_layers; i++)
-      encoder.emplace_back(new Layer(d.encoder[i], sizes, false));
+      encoder.emplace_back(new Layer(d.encoder[i], sizes, false, arena));
     for (int64_t i = 0; i < d.decoder_layers; i++)
-      decoder.emplace_back(new Layer(d.decoder[i], sizes, true));
+      decoder.emplace_back(new Layer(d.decoder[i], sizes, true, arena));
   }
 
   Kind kind() const { return output->kind; }

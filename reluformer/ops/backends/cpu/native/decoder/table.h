@@ -3,9 +3,8 @@
 
 #include "bytes.h"
 #include "description.h"
+#include "memory.h"
 #include "team.h"
-
-#include <vector>
 
 // Rows of a product that one thread computes with the same panel.
 constexpr int64_t GROUP = 8 * ROWS;
@@ -53,16 +52,16 @@ inline void for_blocks(const Team& team, int64_t panels, int64_t rows, F f) {
 // A linear layer: out = x W^T + bias.
 class Table {
  public:
-  Table(const TableDescription& d, const float* bias)
+  Table(const TableDescription& d, const float* bias, Arena& arena)
       : kind(Kind(d.kind)), outputs(d.height), inputs(d.width),
         panels(divide_up(outputs, COLUMNS)), quads(divide_up(inputs, 4)),
         bias(copied(bias, outputs, COLUMNS)), scales(copied(d.scales, outputs, COLUMNS)) {
-    if (kind == FLOAT32) pack<float>(d.rows);
-    if (kind == BFLOAT16) pack<bf16>(d.rows);
+    if (kind == FLOAT32) pack<float>(d.rows, arena);
+    if (kind == BFLOAT16) pack<bf16>(d.rows, arena);
     if (kind != INT8) return;
     const int8_t* rows = (const int8_t*)d.rows;
-    data.reserve(panels * quads * COLUMNS * 4);
-    pack_dense_bytes((int8_t*)data.get(), rows, inputs, outputs);
+    data = arena.take<int8_t>(panels * quads * COLUMNS * 4);
+    pack_dense_bytes((int8_t*)data, rows, inputs, outputs);
     offsets.resize(panels * COLUMNS);
     for (int64_t o = 0; o < outputs; o++)
       for (int64_t i = 0; i < inputs; i++) offsets[o] += OFFSET * rows[o * inputs + i];
@@ -90,11 +89,11 @@ class Table {
     int64_t panel = n / COLUMNS, column = n % COLUMNS;
     for (int64_t i = 0; i < inputs; i++) {
       int64_t row = (panel * inputs + i) * COLUMNS;
-      if (kind == FLOAT32) out[i] = factor * ((float*)data.get())[row + column];
-      if (kind == BFLOAT16) out[i] = factor * wide(((bf16*)data.get())[row + place_of<bf16>(column)]);
+      if (kind == FLOAT32) out[i] = factor * ((float*)data)[row + column];
+      if (kind == BFLOAT16) out[i] = factor * wide(((bf16*)data)[row + place_of<bf16>(column)]);
       if (kind == INT8) {
         int64_t at = ((panel * quads + i / 4) * COLUMNS + column) * 4 + i % 4;
-        out[i] = factor * (scales[n] * ((int8_t*)data.get())[at]);
+        out[i] = factor * (scales[n] * ((int8_t*)data)[at]);
       }
     }
   }
@@ -104,24 +103,24 @@ class Table {
 
  private:
   template <class T>
-  void pack(const void* rows) {
-    data.reserve(panels * inputs * COLUMNS * sizeof(T));
-    pack_panels((T*)data.get(), (const T*)rows, inputs, 1, outputs, inputs);
+  void pack(const void* rows, Arena& arena) {
+    data = arena.take<T>(panels * inputs * COLUMNS);
+    pack_panels((T*)data, (const T*)rows, inputs, 1, outputs, inputs);
   }
 
   template <int R>
   void block(const Rows& x, int64_t first, int64_t panel, vec (&total)[R][VECS]) const {
     const float* values = x.row(first);
     if (kind == FLOAT32)
-      multiply_panel<R, false>(values, x.stride, (float*)data.get() + panel * inputs * COLUMNS,
+      multiply_panel<R, false>(values, x.stride, (float*)data + panel * inputs * COLUMNS,
                                nullptr, inputs, total);
     if (kind == BFLOAT16)
-      multiply_panel<R, false>(values, x.stride, (bf16*)data.get() + panel * inputs * COLUMNS,
+      multiply_panel<R, false>(values, x.stride, (bf16*)data + panel * inputs * COLUMNS,
                                nullptr, inputs, total);
     if (kind != INT8) return;
     ints sums[R][VECS];
     multiply_dense_bytes<R>(x.bytes + first * x.stride, x.stride,
-                            (int8_t*)data.get() + panel * quads * COLUMNS * 4, quads, sums);
+                            (int8_t*)data + panel * quads * COLUMNS * 4, quads, sums);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECS; v++) {
         int64_t column = panel * COLUMNS + v * LANES;
@@ -135,7 +134,7 @@ class Table {
   int64_t panels, quads;
   std::vector<float> bias, scales;
   std::vector<int32_t> offsets;
-  Buffer<char> data;
+  void* data = nullptr;
 };
 
 // Weights of slots, at least 0, with the slots left out that no row of a block of ROWS rows reads.
@@ -179,15 +178,14 @@ struct SlotWeights {
 // Values of a memory: out = weights V + bias, which reads only slots with a weight.
 class Values {
  public:
-  Values(const TableDescription& d, const float* bias)
+  Values(const TableDescription& d, const float* bias, Arena& arena)
       : slots(d.height), outputs(d.width), kind(Kind(d.kind)), scales(copied(d.scales, slots, 1)),
         panels(divide_up(outputs, COLUMNS)), bias(copied(bias, outputs, COLUMNS)) {
-    int64_t size = panels * slots * COLUMNS;
-    if (kind == FLOAT32) pack<float>(d.rows, size);
-    if (kind == BFLOAT16) pack<bf16>(d.rows, size);
+    if (kind == FLOAT32) pack<float>(d.rows, arena);
+    if (kind == BFLOAT16) pack<bf16>(d.rows, arena);
     if (kind != INT8) return;
-    data.reserve(size);
-    pack_value_bytes((int8_t*)data.get(), (const int8_t*)d.rows, slots, outputs);
+    data = arena.take<int8_t>(panels * slots * COLUMNS);
+    pack_value_bytes((int8_t*)data, (const int8_t*)d.rows, slots, outputs);
   }
 
   void multiply(const Team& team, const SlotWeights& x, int64_t rows, float* out, int64_t stride,
@@ -212,9 +210,9 @@ class Values {
 
  private:
   template <class T>
-  void pack(const void* rows, int64_t size) {
-    data.reserve(size * sizeof(T));
-    pack_panels((T*)data.get(), (const T*)rows, slots, outputs, outputs, 1);
+  void pack(const void* rows, Arena& arena) {
+    data = arena.take<T>(panels * slots * COLUMNS);
+    pack_panels((T*)data, (const T*)rows, slots, outputs, outputs, 1);
   }
 
   template <int R>
@@ -223,14 +221,14 @@ class Values {
     const int32_t* list = x.chosen + block * x.stride;
     int64_t count = x.counts[block];
     if (kind == FLOAT32)
-      multiply_panel<R, true>(x.kept + first, x.stride, (float*)data.get() + start, list, count,
+      multiply_panel<R, true>(x.kept + first, x.stride, (float*)data + start, list, count,
                               total);
     if (kind == BFLOAT16)
-      multiply_panel<R, true>(x.kept + first, x.stride, (bf16*)data.get() + start, list, count,
+      multiply_panel<R, true>(x.kept + first, x.stride, (bf16*)data + start, list, count,
                               total);
     if (kind != INT8) return;
     ints sums[R][VECS];
-    multiply_chosen_bytes<R>(x.bytes + first, x.stride, (int8_t*)data.get() + start, list,
+    multiply_chosen_bytes<R>(x.bytes + first, x.stride, (int8_t*)data + start, list,
                              count / 4, sums);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECS; v++)
@@ -239,5 +237,5 @@ class Values {
 
   int64_t panels;
   std::vector<float> bias;
-  Buffer<char> data;
+  void* data = nullptr;
 };
