@@ -98,7 +98,7 @@ inline void add_block(const uint8_t* x, int64_t stride, const ints (&w)[VECS],
 
 // total [R, COLUMNS] = x [R, 4 quads] times a dense panel.
 template <int R>
-inline void multiply_dense_bytes(const uint8_t* x, int64_t stride, const int8_t* panel,
+KERNEL multiply_dense_bytes(const uint8_t* x, int64_t stride, const int8_t* panel,
                                  int64_t quads, ints (&total)[R][VECS]) {
   ints held[R][VECS] = {};
   for (int64_t q = 0; q < quads; q++) {
@@ -137,16 +137,17 @@ inline bytes interleave(bytes a, bytes b, std::index_sequence<I...>) {
 }
 using ByteLanes = std::make_index_sequence<LANES * 4>;
 
-// total [R, COLUMNS] = x [R, 4 quads] times the chosen rows of a panel; x >= 0.
-template <int R>
-inline void multiply_chosen_bytes(const uint8_t* x, int64_t stride, const int8_t* panel,
+// total [R, COLUMNS] = x [R, 4 quads] times rows of a panel, the first ones or the `chosen`; x >= 0.
+template <int R, bool CHOSEN>
+KERNEL multiply_value_bytes(const uint8_t* x, int64_t stride, const int8_t* panel,
                                   const int32_t* chosen, int64_t quads, ints (&total)[R][VECS]) {
   ints held[R][VECS] = {};
   for (int64_t q = 0; q < quads; q++) {
     bytes row[4];
     for (int i = 0; i < 4; i++) {
-      memcpy(&row[i], panel + chosen[q * 4 + i] * COLUMNS, sizeof row[i]);
-      __builtin_prefetch(panel + chosen[std::min(q * 4 + i + AHEAD, quads * 4 - 1)] * COLUMNS);
+      int64_t k = q * 4 + i;
+      memcpy(&row[i], panel + (CHOSEN ? chosen[k] : k) * COLUMNS, sizeof row[i]);
+      if (CHOSEN) __builtin_prefetch(panel + chosen[std::min(k + AHEAD, quads * 4 - 1)] * COLUMNS);
     }
     bytes ab[2] = {interleave<1, 0>(row[0], row[1], ByteLanes()),
                    interleave<1, 8>(row[0], row[1], ByteLanes())};

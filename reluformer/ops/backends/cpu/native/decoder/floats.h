@@ -58,11 +58,13 @@ inline void copy_block(const V (&from)[R][VECS], V (&to)[R][VECS]) {
     for (int v = 0; v < VECS; v++) to[r][v] = from[r][v];
 }
 
+// Kernels are functions of their own, so that the compiler keeps their sums in registers.
+#define KERNEL [[gnu::noinline]] void
+
 // total [R, COLUMNS] = x [R, count] times `count` rows of a panel: the first ones, or the `chosen`.
 template <int R, bool CHOSEN, class T>
-inline void multiply_panel(const float* x, int64_t stride, const T* panel, const int32_t* chosen,
+KERNEL multiply_panel(const float* x, int64_t stride, const T* panel, const int32_t* chosen,
                            int64_t count, vec (&total)[R][VECS]) {
-  // A local array stays in registers.
   vec held[R][VECS] = {};
   for (int64_t k = 0; k < count; k++) {
     const T* row = panel + (CHOSEN ? chosen[k] : k) * COLUMNS;

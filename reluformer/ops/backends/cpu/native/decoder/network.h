@@ -159,8 +159,9 @@ struct Workspace {
     team.for_units(divide_up(rows, ROWS), [&](int64_t block) {
       int64_t first = block * ROWS, count = std::min<int64_t>(ROWS, rows - first);
       for (int64_t r = 0; r < count; r++) layer.weigh(scores.row(first + r));
-      slots.prepare(block, scores.row(first), scores.stride, count, layer.values.scales.data());
-      __atomic_fetch_add(&counts.slots_read, slots.counts[block], __ATOMIC_RELAXED);
+      int64_t read = slots.prepare(block, scores.row(first), scores.stride, count,
+                                   layer.values.scales.data(), rows <= ROWS);
+      __atomic_fetch_add(&counts.slots_read, read, __ATOMIC_RELAXED);
       __atomic_fetch_add(&counts.slots, sizes.slots, __ATOMIC_RELAXED);
     });
     team.sync();

@@ -138,6 +138,7 @@ class Table {
 };
 
 // Weights of slots, at least 0, with the slots left out that no row of a block of ROWS rows reads.
+// Blocks keep all slots where reading the table from start to end is faster.
 struct SlotWeights {
   Kind kind;
   int64_t slots, stride;
@@ -157,22 +158,33 @@ struct SlotWeights {
     bytes.reserve(blocks * ROWS * stride);
   }
 
-  // Prepares one block from weights [rows, x_stride], which it may change.
-  void prepare(int64_t block, float* x, int64_t x_stride, int64_t rows, const float* slot_scales) {
-    int64_t first = block * ROWS * stride;
+  // Prepares one block from weights [rows, x_stride], which it may change. `is_only` says that no
+  // other block reads the table. Returns the number of slots that will be read.
+  int64_t prepare(int64_t block, float* x, int64_t x_stride, int64_t rows, const float* slot_scales,
+                  bool is_only) {
+    int64_t first = block * ROWS * stride, count;
     int32_t* list = chosen + block * stride;
-    if (kind != INT8) {
-      counts[block] = leave_out_zeros(x, x_stride, rows, slots, kept + first, stride, list);
-      return;
+    if (kind == INT8) {
+      for (int64_t r = 0; r < rows; r++) {
+        float* row = x + r * x_stride;
+        for (int64_t s = 0; s < slots; s++) row[s] *= slot_scales[s];
+        scales[block * ROWS + r] = quantise(row, slots, quantised + first + r * stride, 0);
+      }
+      count = leave_out_zero_bytes(quantised + first, stride, rows, slots, bytes + first, list);
+    } else {
+      count = leave_out_zeros(x, x_stride, rows, slots, kept + first, stride, list);
     }
+    counts[block] = int32_t(count);
+    // Memory delivers scattered rows at about a quarter of the speed of consecutive ones.
+    if (!is_only || count * 4 < slots) return count;
+    counts[block] = ALL;
     for (int64_t r = 0; r < rows; r++) {
-      float* row = x + r * x_stride;
-      for (int64_t s = 0; s < slots; s++) row[s] *= slot_scales[s];
-      scales[block * ROWS + r] = quantise(row, slots, quantised + first + r * stride, 0);
+      if (kind == INT8) memcpy(bytes + first + r * stride, quantised + first + r * stride, stride);
+      else memcpy(kept + first + r * stride, x + r * x_stride, slots * sizeof(float));
     }
-    counts[block] =
-        leave_out_zero_bytes(quantised + first, stride, rows, slots, bytes + first, list);
+    return slots;
   }
+  static constexpr int32_t ALL = -1;
 };
 
 // Values of a memory: out = weights V + bias, which reads only slots with a weight.
@@ -184,7 +196,8 @@ class Values {
     if (kind == FLOAT32) pack<float>(d.rows, arena);
     if (kind == BFLOAT16) pack<bf16>(d.rows, arena);
     if (kind != INT8) return;
-    data = arena.take<int8_t>(panels * slots * COLUMNS);
+    // The last panel is read up to a multiple of four slots, with weights of 0.
+    data = arena.take<int8_t>((panels * slots + 3) * COLUMNS);
     pack_value_bytes((int8_t*)data, (const int8_t*)d.rows, slots, outputs);
   }
 
@@ -217,19 +230,33 @@ class Values {
 
   template <int R>
   void read(const SlotWeights& x, int64_t block, int64_t panel, vec (&total)[R][VECS]) const {
-    int64_t first = block * ROWS * x.stride, start = panel * slots * COLUMNS;
+    if (kind == FLOAT32) read_floats<R, float>(x, block, panel, total);
+    if (kind == BFLOAT16) read_floats<R, bf16>(x, block, panel, total);
+    if (kind == INT8) read_bytes<R>(x, block, panel, total);
+  }
+
+  template <int R, class T>
+  void read_floats(const SlotWeights& x, int64_t block, int64_t panel,
+                   vec (&total)[R][VECS]) const {
+    const T* rows = (T*)data + panel * slots * COLUMNS;
+    const float* weights = x.kept + block * ROWS * x.stride;
     const int32_t* list = x.chosen + block * x.stride;
     int64_t count = x.counts[block];
-    if (kind == FLOAT32)
-      multiply_panel<R, true>(x.kept + first, x.stride, (float*)data + start, list, count,
-                              total);
-    if (kind == BFLOAT16)
-      multiply_panel<R, true>(x.kept + first, x.stride, (bf16*)data + start, list, count,
-                              total);
-    if (kind != INT8) return;
+    if (count == SlotWeights::ALL)
+      multiply_panel<R, false>(weights, x.stride, rows, list, slots, total);
+    else multiply_panel<R, true>(weights, x.stride, rows, list, count, total);
+  }
+
+  template <int R>
+  void read_bytes(const SlotWeights& x, int64_t block, int64_t panel, vec (&total)[R][VECS]) const {
+    const int8_t* rows = (int8_t*)data + panel * slots * COLUMNS;
+    const uint8_t* weights = x.bytes + block * ROWS * x.stride;
+    const int32_t* list = x.chosen + block * x.stride;
+    int64_t count = x.counts[block];
     ints sums[R][VECS];
-    multiply_chosen_bytes<R>(x.bytes + first, x.stride, (int8_t*)data + start, list,
-                             count / 4, sums);
+    if (count == SlotWeights::ALL)
+      multiply_value_bytes<R, false>(weights, x.stride, rows, list, divide_up(slots, 4), sums);
+    else multiply_value_bytes<R, true>(weights, x.stride, rows, list, count / 4, sums);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECS; v++)
         total[r][v] = __builtin_convertvector(sums[r][v], vec) * x.scales[block * ROWS + r];
