@@ -23,7 +23,6 @@ MIN_COMMENTS_PER_100_LINES = 8
 # Public functions have one keyword argument for each option of the operation.
 MANY_PARAMETERS = {
     "reluformer/context_parallel/sharded_attention.py::attention",
-    "reluformer/hf/models.py::forward",
     "reluformer/nn/core.py::forward",
     "reluformer/nn/core.py::packed",
     "reluformer/nn/multihead.py::__init__",

@@ -166,7 +166,6 @@ class ReLUFormerForConditionalGeneration(ReLUFormerPreTrainedModel, GenerationMi
         encoder_outputs: BaseModelOutput | Sequence[Tensor] | None = None,
         past_key_values: Any = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
@@ -178,9 +177,8 @@ class ReLUFormerForConditionalGeneration(ReLUFormerPreTrainedModel, GenerationMi
             decoder_input_ids: Target ids [B, T], beginning with bos; made from `labels` if None.
             decoder_attention_mask: Not used: padding follows the tokens, which do not see it.
             encoder_outputs: Result of `encode`, in place of `input_ids`.
-            past_key_values: Cache of the target tokens before `decoder_input_ids`.
+            past_key_values: Cache of the target tokens before `decoder_input_ids`; it is extended.
             labels: Target ids [B, T], ending with eos; -100 is ignored.
-            use_cache: Not used; a cache is used if it is given.
             output_attentions: Whether to return attention maps.
             **kwargs: `num_items_in_batch` divides the summed loss.
         """
