@@ -50,3 +50,18 @@ def test_a_name_imports_no_optional_package_and_no_higher_layer(
     assert "reluformer.ops.api" in added
     assert not {module.partition(".")[0] for module in added} & OPTIONAL
     assert not added & {f"reluformer.{package}" for package in unneeded}
+
+
+def test_studies_are_listed_without_torch() -> None:
+    modules = imported(
+        "import contextlib, io\n"
+        "from reluformer.cli import app\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as text:\n"
+        "    app(['study', '--list'], standalone_mode=False)\n"
+        "assert text.getvalue().startswith('theory ')"
+    )
+    assert "torch" not in modules
+
+
+def test_training_imports_fsdp_only_where_it_is_used() -> None:
+    assert "torch.distributed.fsdp" not in imported("import reluformer.train")

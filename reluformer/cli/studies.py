@@ -45,16 +45,18 @@ def study(
     Every training is a cell in a folder of its own; cells that have ended are never run again. For
     example: reluformer study ffn --budget tiny --jobs 2 --out studies.
     """
+    if list_:
+        from reluformer.study.questions import QUESTIONS
+
+        width = max(map(len, QUESTIONS))
+        for row, question in QUESTIONS.items():
+            print(f"{row:{width}}  {question}")
+        return
     from reluformer.study.budgets import lookup_budget
-    from reluformer.study.registry import STUDIES, lookup_study, study_from_file
+    from reluformer.study.registry import lookup_study, study_from_file
     from reluformer.study.runner import RunOptions, run_study
     from reluformer.study.show import print_record
 
-    if list_:
-        width = max(map(len, STUDIES))
-        for row in STUDIES.values():
-            print(f"{row.name:{width}}  {row.question}")
-        return
     if (name is None) == (file is None):
         raise UserError("study needs a name or --file; see --list")
     if out is None:

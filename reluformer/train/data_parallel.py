@@ -2,6 +2,8 @@
 
 Both average gradients over ranks. The loss of a rank is therefore multiplied by the number of
 ranks, so that gradients are sums over the global batch.
+
+FSDP is imported where it is used: its import takes as long as the first steps of a small run.
 """
 
 import warnings
@@ -11,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reluformer.config.train import TrainConfig
 from reluformer.model import ReLUFormer
@@ -55,6 +55,8 @@ def gather_full(tensor: Tensor) -> Tensor:
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Put a full tensor, equal on all ranks, on the device of `like`, and shard it if `like` is."""
     if hasattr(like, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
         assert isinstance(like, DTensor)
         tensor = tensor.to(like.device_mesh.device_type)
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
@@ -62,6 +64,8 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _shard(model: ReLUFormer) -> Parallel:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
     # FSDP warns about in-place changes to the output of a layer, which the model never makes.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in [*model.encoder, *model.decoder]:

@@ -253,6 +253,7 @@ ORACLES: dict[str, Oracle] = {
     "self_adjust_normalised": Oracle(self_adjust_normalised),
     "polynomial": Oracle(polynomial),
     "laplace": Oracle(laplace),
+    "silu": Oracle(lambda row: [s / (1 + math.exp(-s)) / row.n for s in row.s]),
     "stick_breaking": Oracle(stick_breaking),
     "top_k": Oracle(top_k, total=1),
     "assa": Oracle(assa),

@@ -50,6 +50,15 @@ def silu(scores: Scores) -> Tensor:
     return functional.silu(scores.values)
 
 
+def silu_n(scores: Scores) -> Tensor:
+    """s sigmoid(s) / n, signed: a score below 0 gives a weight between -0.28 / n and 0.
+
+    HSTU adds a learned bias for the distance in positions and time to s (here: `bias=`), and its
+    implementations divide by the longest length of the batch instead of n.
+    """
+    return functional.silu(scores.values) / scores.n.clamp_min(1)
+
+
 def stick_breaking(scores: Scores) -> Tensor:
     """sigmoid(s_j) times the product of (1 - sigmoid(s_k)) over the visible keys k after j.
 

@@ -192,6 +192,12 @@ _ROWS = (
         weigh=elementwise.laplace,
     ),
     Attention(
+        "silu",
+        "SiLU(s) / n",
+        "Zhai et al. 2024, Actions Speak Louder than Words (HSTU), arXiv 2402.17152",
+        weigh=elementwise.silu_n,
+    ),
+    Attention(
         "stick_breaking",
         "sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))",
         "Tan et al. 2024, Stick-breaking Attention, arXiv 2410.17980 (there a query does not see "

@@ -15,6 +15,7 @@ from reluformer.study.catalogue.tables import (
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Table, combine, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import (
     ATTENTION_NOTES,
     ATTENTION_SETTINGS,
@@ -131,7 +132,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "attention",
-    "Plain ReLU, scale, losses, the default, ReLA, sparsemax, entmax, sigmoid against softmax",
+    QUESTIONS["attention"],
     "Softmax 34.22; ReLU alone does not converge; scale only 33.19; ReLUFormer 34.56 BLEU.",
     _plan,
     _conclude,

@@ -5,6 +5,7 @@ from reluformer.study.catalogue.tables import group_table, mean_of, percent
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, Series, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import MEMORIES, best_rate, sentence_cell
 
 _ATTENTIONS = ("softmax", "default", "paper")
@@ -100,7 +101,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "centralisation",
-    "Top-p % share and anisotropy of trained memories and attentions",
+    QUESTIONS["centralisation"],
     "Softmax: the top 0.2 % of the slots carry over 85 %; higher anisotropy than ReLU.",
     _plan,
     _conclude,

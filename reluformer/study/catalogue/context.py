@@ -4,6 +4,7 @@ from reluformer.study.catalogue.tables import decimals, group_table, mean_of, pe
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import document_cell, start_cell
 
 _ATTENTIONS = ("softmax", "default", "paper")
@@ -66,7 +67,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "context",
-    "Document against sentence by sentence, shuffled context, distance of what is read",
+    QUESTIONS["context"],
     "ReLU attention reads wider context and puts less weight on commas and stop words.",
     _plan,
     _conclude,

@@ -4,6 +4,7 @@ from reluformer.study.catalogue.tables import decimals, group_table, lines_over,
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import document_cell, start_cell
 
 _ATTENTIONS = ("softmax", "default", "paper")
@@ -56,7 +57,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "extrapolation",
-    "Models trained on documents of 512 tokens, tested on 512 to 4096",
+    QUESTIONS["extrapolation"],
     "Not in the paper.",
     _plan,
     _conclude,

@@ -5,6 +5,7 @@ from reluformer.study.catalogue.tables import decimals, group_table
 from reluformer.study.cells import Cell, group, summarise
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, combine
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.tasks import TASKS
 
 
@@ -63,7 +64,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "family",
-    "Every attention on copy, reverse, recall, sink trigger, regression, single location (CPU)",
+    QUESTIONS["family"],
     "Not in the paper; the tasks are those that the attentions' own papers use.",
     _plan,
     _conclude,

@@ -11,6 +11,7 @@ from reluformer.study.catalogue.tables import (
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, Series, Table, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import MEMORIES, sentence_cell
 
 
@@ -103,7 +104,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "ffn",
-    "ReLU, softmax and softmax + LayerNorm memories: BLEU and variance ratio per layer",
+    QUESTIONS["ffn"],
     "ReLU 34.22, softmax 33.08, softmax + LN 34.21 BLEU (IWSLT14 De-En).",
     _plan,
     _conclude,

@@ -10,6 +10,7 @@ from reluformer.study.catalogue.tables import (
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, combine, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import document_cell, start_cell
 
 ATTENTIONS = ("softmax", "default", "paper")
@@ -76,7 +77,7 @@ def _known(value: float, holds: bool) -> bool | None:
 
 STUDY = Study(
     "lengths",
-    "Documents of 256 to 2048 tokens: is ReLU attention ahead from 512 on?",
+    QUESTIONS["lengths"],
     "Equal to 256 tokens; ReLUFormer ahead from 512 on, +1.15 BLEU at 1024 (Europarl7 En-De).",
     _plan,
     _conclude,

@@ -6,6 +6,7 @@ from reluformer.study.catalogue.tables import decimals, group_table, mean_of, pe
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, combine
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import ATTENTION_SETTINGS, shorten
 
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -81,7 +82,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "sensitivity",
-    "How much do gamma, loss weights, length exponent and margin matter?",
+    QUESTIONS["sensitivity"],
     "The paper states C = 0.7 ln n and no weights.",
     _plan,
     _conclude,

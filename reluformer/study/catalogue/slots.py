@@ -11,6 +11,7 @@ from reluformer.study.catalogue.tables import (
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, combine, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import MEMORIES, sentence_cell, shorten
 
 
@@ -74,7 +75,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "slots",
-    "Where does softmax + LayerNorm stop keeping up as memories grow?",
+    QUESTIONS["slots"],
     "ReLU above softmax everywhere; above softmax + LN at 3072 and 4096 slots.",
     _plan,
     _conclude,

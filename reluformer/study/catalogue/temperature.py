@@ -4,6 +4,7 @@ from reluformer.study.catalogue.tables import decimals, group_table, mean_of, pe
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, decide
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import sentence_cell
 
 _TEMPERATURES = (2.0, 4.0, 8.0)
@@ -47,7 +48,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "temperature",
-    "Does a flatter softmax memory close the gap to ReLU?",
+    QUESTIONS["temperature"],
     "Raising the temperature of softmax had little effect.",
     _plan,
     _conclude,

@@ -5,6 +5,7 @@ import math
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, Series, Table, Verdict, combine
+from reluformer.study.questions import QUESTIONS
 from reluformer.study.theory import QUANTITIES, SIZES
 
 _RULE = (
@@ -65,7 +66,7 @@ def _conclude(results: Results) -> Findings:
 
 STUDY = Study(
     "theory",
-    "Do variance, row sum and entropy follow the closed forms, n = 8 to 8192? (CPU, a minute)",
+    QUESTIONS["theory"],
     "Variance n/2 of ReLU rows; divided by sqrt(n/2) it is 1 (the paper); the rest is ours.",
     _plan,
     _conclude,

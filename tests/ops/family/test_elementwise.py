@@ -7,7 +7,7 @@ import torch
 
 from reluformer import attention
 from reluformer.ops.family import elementwise
-from reluformer.ops.memory import Scores
+from reluformer.ops.memory import Scores, hide
 from tests.ops.inputs import make
 
 
@@ -69,3 +69,13 @@ def test_activations_of_feed_forward_memories() -> None:
     assert elementwise.gelu(scores)[0].tolist() == pytest.approx([-normal[0], 0, 2 * normal[2]])
     logistic = [1 / (1 + math.exp(-x)) for x in (-1.0, 0.0, 2.0)]
     assert elementwise.silu(scores)[0].tolist() == pytest.approx([-logistic[0], 0, 2 * logistic[2]])
+
+
+def test_silu_divides_by_the_visible_keys_and_is_signed() -> None:
+    values = torch.tensor([[-1.0, 0.0, 2.0, 9.0]], dtype=torch.float64)
+    visible = torch.tensor([[True, True, True, False]])
+    weights = elementwise.silu_n(Scores(hide(values, visible), visible, 8))[0, :3] * 3
+    expected = [-1 / (1 + math.e), 0.0, 2 / (1 + math.exp(-2))]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
+    least = elementwise.silu_n(Scores(torch.linspace(-9, 9, 4001).double()[:, None], None, 8)).min()
+    assert -0.2785 < least < -0.278
