@@ -65,6 +65,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        # Clients may connect from now on, before the server answers.
+        listener.listen(128)
         return listener
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
