@@ -9,11 +9,12 @@ from reluformer.documents.passage import Passage, join_parts
 from reluformer.documents.projection import project
 from reluformer.documents.sentences import split_sentences
 from reluformer.translation.alignment import align_words, find_words, proportional_alignment
-from reluformer.translation.segments import pack
 from reluformer.translation.translator import Translator
 
 # Sentences that are translated before the next ones are started, if no limit is given.
 _BLOCK = 256
+# Share of the trained length that a group fills with its context.
+_FILLED = 0.85
 
 
 class Sentence(NamedTuple):
@@ -35,6 +36,14 @@ class TranslatedSentence(NamedTuple):
     target: str
 
 
+class _Group(NamedTuple):
+    """Sentences `first` to `end` - 1, which appear together, with those from `context` on."""
+
+    context: int
+    first: int
+    end: int
+
+
 class Aligner(Protocol):
     """Aligns words; see `align_words`."""
 
@@ -44,13 +53,16 @@ class Aligner(Protocol):
 
 @dataclass(frozen=True)
 class Pace:
-    """Tokens of the source that are translated together: the first group, and later ones.
+    """Sizes of the groups of sentences that appear together, in tokens.
 
-    Small groups appear early, large groups give the model more context.
+    Small groups appear early. A group is translated with as many sentences before it as fit the
+    trained length, so that the model has their context; these are translated again for it.
     """
 
     first: int = 48
+    """Tokens of the first group."""
     growth: float = 2.0
+    """Ratio of the sizes of consecutive groups, up to half of the trained length."""
 
 
 class Document:
@@ -91,12 +103,13 @@ class Document:
         """
         self._targets = []
         self._aligner = lambda source, target: align_words(translator, source, target)
-        for first, end in self._groups(translator, pace):
-            lines = [sentence.text for sentence in self.sentences[first:end]]
-            # A document mark in running text is not a mark.
-            targets = translator.lines(lines, together=translator.documents)
+        for group in self._groups(translator, pace):
+            lines = [sentence.text for sentence in self.sentences[group.context : group.end]]
+            translated = translator.lines(lines, together=translator.documents)
+            new = group.first - group.context
+            lines, targets = lines[new:], translated[new:]
             self._targets += targets
-            for index, pair in enumerate(zip(lines, targets, strict=True), first):
+            for index, pair in enumerate(zip(lines, targets, strict=True), group.first):
                 yield TranslatedSentence(index, *pair)
 
     def result(self) -> str:
@@ -119,18 +132,25 @@ class Document:
                 words[sentence.passage] += len(find_words(sentence.text))
         return join_parts(self.parts, list(map(project, self.passages, texts, alignments)))
 
-    def _groups(self, translator: Translator, pace: Pace | None) -> Iterator[tuple[int, int]]:
-        """First and last sentence, the latter exclusive, of groups that are translated together."""
+    def _groups(self, translator: Translator, pace: Pace | None) -> Iterator[_Group]:
         count = len(self.sentences)
         if pace is None:
-            yield from ((first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
+            for first in range(0, count, _BLOCK):
+                yield _Group(first, first, min(first + _BLOCK, count))
             return
-        lengths = [
-            len(ids) for ids in translator.tokenizer.encode_batch([s.text for s in self.sentences])
-        ]
+        texts = [sentence.text for sentence in self.sentences]
+        # A separator follows each sentence.
+        lengths = [len(ids) + 1 for ids in translator.tokenizer.encode_batch(texts)]
+        most = int(_FILLED * translator.max_length)
         first, limit = 0, float(pace.first)
         while first < count:
-            span = pack(lengths[first : first + _BLOCK], int(limit))[0]
-            yield first, first + len(span)
-            first += len(span)
-            limit = min(limit * pace.growth, translator.max_length)
+            end, tokens = first + 1, lengths[first]
+            while end < count and tokens + lengths[end] <= limit:
+                tokens += lengths[end]
+                end += 1
+            context = first
+            while translator.documents and context and tokens + lengths[context - 1] <= most:
+                context -= 1
+                tokens += lengths[context]
+            yield _Group(context, first, end)
+            first, limit = end, min(limit * pace.growth, most / 2)

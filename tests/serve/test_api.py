@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
@@ -14,6 +16,8 @@ from starlette.testclient import TestClient
 from reluformer.errors import UserError
 from reluformer.serve.limits import Limits
 from reluformer.serve.service import Demo
+from reluformer.serve.twin import write_twin_maps
+from tests.serve.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +179,20 @@ def test_the_twin_is_beside_for_sentences_of_the_demo(make_app) -> None:
             assert [model["name"] for model in answer["models"]] == names
 
 
+def test_the_maps_of_a_twin_are_written_beside_a_model(tmp_path: Path) -> None:
+    folder, twin = (tmp_path / name for name in ("relu", "softmax"))
+    tiny_model(folder)
+    tiny_model(twin, kind="softmax")
+    (folder / "demo.txt").write_text("The cat sat. It left.", "utf-8")
+    write_twin_maps(folder, twin)
+    demo = Demo.load(folder)
+    assert demo.twin["name"] == "softmax twin"
+    assert list(demo.twin["maps"]) == ["The cat sat.", "It left."]
+    (text,) = [demo.twin["maps"]["It left."]]
+    sums = text["sites"]["cross"]["row_sums"]
+    assert all(abs(value - 1) < 1e-3 for layer in sums for head in layer for value in head)
+
+
 def test_the_demo_of_a_folder(tmp_path) -> None:
     assert Demo.load(tmp_path) is None
     (tmp_path / "demo.txt").write_text("Hello.", "utf-8")
@@ -271,9 +289,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5) -> None:
 
 def test_closing_stops_running_work(make_app) -> None:
     with TestClient(make_app(delay=60), base_url="http://localhost") as client:
-        thread = threading.Thread(
-            target=lambda: client.post("/translate", json={"q": "One."}), daemon=True
-        )
+
+        def ask() -> None:
+            with suppress(Exception):
+                client.post("/translate", json={"q": "One."})
+
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         wait_for(lambda: 'reluformer_jobs{state="running"} 1' in client.get("/metrics").text)
         start = time.monotonic()

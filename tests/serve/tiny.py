@@ -14,10 +14,11 @@ from reluformer.model import ReLUFormer
 from reluformer.translation.cancellation import check_cancelled
 
 
-def tiny_model(folder: Path) -> Path:
-    """Write a finished model with random weights."""
+def tiny_model(folder: Path, **attention: object) -> Path:
+    """Write a finished model with random weights; its attention has exact zeros by default."""
     torch.manual_seed(0)
     shape = {"width": 16, "heads": 2, "encoder_layers": 2, "decoder_layers": 2, "slots": 16}
+    shape["attention"] = attention or {"power": 1, "threshold_init": 0.0}
     data = {"source": "sample", "unit": "document", "max_length": 64}
     recipe = recipe_from({"data": data, "model": shape, "decode": {"beam": 1}})
     tokenizer = Tokenizer.train([text for pair in sample.sentences(0, 50) for text in pair], 300)
