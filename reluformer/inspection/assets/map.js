@@ -47,7 +47,7 @@
       this.causal = site === "decoder";
       this.querySide.textContent = `reads (${site === "encoder" ? "source" : "target"} tokens): ` +
         "hover, or focus and use the arrow keys";
-      this.keySide.textContent = "is read: darker is more weight, struck out is exactly zero";
+      this.keySide.textContent = "is read: a stronger colour is more weight, struck out is exactly zero";
       this.queries.replaceChildren(...this.rowTokens.map((token, row) => {
         const button = el("button", "token", shown(token));
         button.type = "button";
