@@ -1,5 +1,5 @@
 """The command line: prepare, recipes, train, translate, serve, evaluate, inspect, study,
-report, bench, info.
+report, bench, info, export-hf.
 
 Each command is a thin layer over a function of the package, which is imported when the command
 runs, so that `--help` and `--version` answer without loading torch. Exit statuses: 0 success, 1 out
@@ -13,6 +13,7 @@ import typer
 from reluformer import __version__
 from reluformer.cli.benchmark import bench
 from reluformer.cli.evaluation import evaluate
+from reluformer.cli.exporting import export_hf
 from reluformer.cli.information import info
 from reluformer.cli.inspection import inspect
 from reluformer.cli.preparation import prepare
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for _command in (
     prepare, recipes, train, translate, serve, evaluate, inspect, study, report, bench, info,
+    export_hf,
 ):  # fmt: skip
     app.command()(guarded(_command))
 

@@ -7,7 +7,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from reluformer import ReLUFormer, Translator  # noqa: E402  # after the check for the package
+from typer.testing import CliRunner  # noqa: E402  # after the check for the package
+
+from reluformer import ReLUFormer, Translator  # noqa: E402
+from reluformer.cli import app  # noqa: E402
 from reluformer.data.tokenizer import Tokenizer  # noqa: E402
 from reluformer.errors import UserError  # noqa: E402
 from reluformer.hf import export_run  # noqa: E402
@@ -59,3 +62,11 @@ def test_an_existing_folder_is_not_replaced(run: Path, tmp_path: Path) -> None:
         export_run(run, tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         export_run(tmp_path / "nothing", tmp_path / "exported")
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "exported"
+    done = CliRunner().invoke(app, ["export-hf", str(run), str(out)])
+    assert done.exit_code == 0 and (out / "tokenizer.json").is_file()
+    again = CliRunner().invoke(app, ["export-hf", str(run), str(out)])
+    assert again.exit_code == 2
