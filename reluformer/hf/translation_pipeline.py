@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, Pipeline
+from transformers import AutoModelForSeq2SeqLM, Pipeline, pipelines
 from transformers.pipelines import PIPELINE_REGISTRY
 
 
@@ -42,6 +42,8 @@ class TranslationPipeline(Pipeline):  # type: ignore[misc]  # transformers has n
 
 def register_translation() -> None:
     """Register the task `translation`, unless this version of transformers has it."""
+    # Later versions list the tasks that they have removed, and refuse these names.
+    getattr(pipelines, "REMOVED_TASKS", {}).pop("translation", None)
     if "translation" not in PIPELINE_REGISTRY.get_supported_tasks():
         PIPELINE_REGISTRY.register_pipeline(
             "translation",
