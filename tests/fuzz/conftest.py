@@ -27,8 +27,12 @@ SECONDS, WAIT, KIBIBYTES = 10, 60, 2**20
 
 @pytest.fixture(scope="session")
 def sound_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished model `model`, a run with a checkpoint `run`, and prepared data `data`."""
-    folder = tmp_path_factory.mktemp("sound")
+    """See `build_sound_folder`."""
+    return build_sound_folder(tmp_path_factory.mktemp("sound"))
+
+
+def build_sound_folder(folder: Path) -> Path:
+    """Write a finished model `model`, a run with a checkpoint `run`, and prepared data `data`."""
     tokenizer = Tokenizer.train(["the cat sat on the mat", "the dog ate the cat"] * 3, 290)
     sizes = ("width=8", "heads=2", "encoder_layers=1", "decoder_layers=1", "slots=8")
     recipe = load_recipe("tiny", [f"model.{size}" for size in sizes])

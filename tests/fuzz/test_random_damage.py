@@ -1,11 +1,12 @@
 """Random damage to every file of a model, run or prepared folder: loaded or refused in a sentence.
 
-A few hundred cases in `make test`, 10,000 in `make test-all`.
+360 cases in `make test`, 9,000 in `make test-all`.
 """
 
+import gzip
 import json
+import lzma
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reluformer.checkpoint import load_run
-from reluformer.config.recipe import load_stored_recipe
-from reluformer.data.prepare import Prepared
-from reluformer.data.tokenizer import Tokenizer
 from tests.fuzz.conftest import refusal
+from tests.fuzz.targets import BINARY, STRUCTURED, TEXT, containers
 
 # The profile of `make test-all` has 100 examples for each test.
-EXAMPLES = 40 if settings().max_examples < 100 else 1250
-
-Load = Callable[[Path], object]
-FILES: list[tuple[str, Load]] = [
-    ("model/config.json", lambda path: load_run(path.parent)),
-    ("model/recipe.yaml", load_stored_recipe),
-    ("model/tokenizer.json", lambda path: Tokenizer.load(path).encode("the cat  sat")),
-    ("run/checkpoints/step-00000005/state.json", lambda path: load_run(path.parent)),
-    ("data/manifest.json", lambda path: Prepared.open(path.parent).check()),
-    ("data/dev/manifest.json", lambda path: Prepared.open(path.parent.parent).corpus("dev")),
-]
-BINARY: list[tuple[str, Load]] = [
-    ("model/model.safetensors", lambda path: load_run(path.parent)),
-    ("data/dev/source.offsets", lambda path: Prepared.open(path.parent.parent).corpus("dev")),
-]
+EXAMPLES = 30 if settings().max_examples < 100 else 750
 
 NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 2**31, 2**63, 10**9, 10**30, 1e308, -0.5, 1e-320])
 SCALARS = st.none() | st.booleans() | NUMBERS | st.integers() | st.text(max_size=20) | st.floats()
@@ -50,17 +34,9 @@ ANY_CASE = settings(
 )
 
 
-def _containers(value: Any) -> list[Any]:
-    """All lists and objects inside `value`, itself included."""
-    if not isinstance(value, (dict, list)):
-        return []
-    children = value.values() if isinstance(value, dict) else value
-    return [value, *(inner for child in children for inner in _containers(child))]
-
-
 def _change(values: Any, data: st.DataObject) -> None:
     """Replace, delete or add one entry of one list or object inside `values`."""
-    chosen = data.draw(st.sampled_from([c for c in _containers(values) if c]))
+    chosen = data.draw(st.sampled_from([c for c in containers(values) if c]))
     keys = list(chosen)[:200] if isinstance(chosen, dict) else range(min(len(chosen), 200))
     key = data.draw(st.sampled_from(list(keys)))
     action = data.draw(st.sampled_from(["replace", "replace", "delete", "add"]))
@@ -72,23 +48,23 @@ def _change(values: Any, data: st.DataObject) -> None:
         chosen[key] = data.draw(VALUES)
 
 
-@pytest.mark.parametrize(("name", "load"), FILES, ids=[name for name, _ in FILES])
+@pytest.mark.parametrize("name", STRUCTURED)
 @given(data=st.data())
 @ANY_CASE
-def test_changed_values(sound_folder: Path, folder: Path, name: str, load: Load, data) -> None:
+def test_changed_values(sound_folder: Path, folder: Path, name: str, data) -> None:
     text = (sound_folder / name).read_text(encoding="utf-8")
     values = yaml.safe_load(text) if name.endswith(".yaml") else json.loads(text)
     for _ in range(data.draw(st.integers(1, 3))):
         _change(values, data)
     dump = yaml.safe_dump if name.endswith(".yaml") else json.dumps
     (folder / name).write_text(dump(values), encoding="utf-8")
-    refusal(lambda: load(folder / name))
+    refusal(lambda: STRUCTURED[name](folder / name))
 
 
-@pytest.mark.parametrize(("name", "load"), BINARY, ids=[name for name, _ in BINARY])
+@pytest.mark.parametrize("name", BINARY)
 @given(data=st.data())
 @ANY_CASE
-def test_changed_bytes(sound_folder: Path, folder: Path, name: str, load: Load, data) -> None:
+def test_changed_bytes(sound_folder: Path, folder: Path, name: str, data) -> None:
     content = bytearray((sound_folder / name).read_bytes())
     # The first bytes hold lengths and names.
     for _ in range(data.draw(st.integers(1, 4))):
@@ -97,5 +73,25 @@ def test_changed_bytes(sound_folder: Path, folder: Path, name: str, load: Load, 
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content))) :]
     (folder / name).write_bytes(content)
-    refusal(lambda: load(folder / name))
+    refusal(lambda: BINARY[name](folder / name))
     shutil.copy(sound_folder / name, folder / name)
+
+
+LINES = st.one_of(
+    st.binary(max_size=40),
+    st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.sampled_from([b"", b"<d>", b"\r", b"\0", b"\xef\xbb\xbf", b"\xff", b"a" * 5000, b" "]),
+    st.sampled_from([b"data:", b"  source: x", b"model: {width: 1e999}", b"- [", b"? a", b"&a *a"]),
+)
+
+
+@pytest.mark.parametrize("reader", TEXT)
+@given(parts=st.lists(LINES, max_size=8), suffix=st.sampled_from(["", "", ".gz", ".xz"]))
+@ANY_CASE
+def test_any_text(tmp_path: Path, reader: str, parts: list[bytes], suffix: str) -> None:
+    content = b"\n".join(parts)
+    if suffix and len(parts) % 2:
+        content = {".gz": gzip.compress, ".xz": lzma.compress}[suffix](content)[: len(parts) * 30]
+    path = tmp_path / f"text{suffix}"
+    path.write_bytes(content)
+    refusal(lambda: TEXT[reader](path))
