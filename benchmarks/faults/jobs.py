@@ -226,13 +226,22 @@ class Train(Job):
     def state(self) -> str:
         if not (self.out / "checkpoints").exists():
             return UNCHANGED
-        newest = max(steps(self.out), default=0)
+        newest = self.newest()
         if newest < self.latest:
             raise Broken(f"the newest checkpoint is {newest}, but {self.latest} was written")
         if newest or (self.out / "model").exists():
             load_run(self.out)
         before, self.latest = self.latest, newest
         return COMPLETE if newest > before else UNCHANGED
+
+    @property
+    def share(self) -> int:
+        """Steps that one attempt may make before it is killed."""
+        return 2 * self.every
+
+    def newest(self) -> int:
+        """Step of the newest complete checkpoint; 0 without one."""
+        return max(steps(self.out), default=0)
 
     def records(self) -> list[dict[str, Any]]:
         """Metrics that do not depend on the clock."""

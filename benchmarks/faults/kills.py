@@ -1,9 +1,10 @@
 """Kills at random moments of a command."""
 
 import random
+import time
 from typing import NamedTuple
 
-from benchmarks.faults.jobs import COMPLETE, Job, Train
+from benchmarks.faults.jobs import COMPLETE, Command, Job, Train
 
 
 class Killed(NamedTuple):
@@ -46,11 +47,9 @@ def kill_repeatedly(job: Job, kills: int, seconds: float, rng: random.Random) ->
         number += 1
         moment = rng.uniform(0.9 if around_the_end else 0.0, 1.05) * seconds
         command = job.start()
-        if command.wait(moment):
+        if _ends_before(command, job, moment):
             if command.status:
                 raise SystemExit(f"{job.name} failed without a fault: {command.message()}")
-            if isinstance(job, Train):
-                raise SystemExit("the run ended before all kills; give it more steps")
             continue
         command.kill()
         counts[job.state() == COMPLETE] += 1
@@ -58,3 +57,14 @@ def kill_repeatedly(job: Job, kills: int, seconds: float, rng: random.Random) ->
     job.reset(0)
     job.finish()
     return Killed(job.name, kills, counts[False], counts[True], most, job.leftovers(), seconds)
+
+
+def _ends_before(command: Command, job: Job, moment: float) -> bool:
+    """Wait up to `moment` seconds, or until a training run has made its share of the steps."""
+    if not isinstance(job, Train):
+        return command.wait(moment)
+    deadline, first = time.monotonic() + moment, job.newest()
+    while time.monotonic() < deadline and job.newest() < first + job.share:
+        if command.wait(0.002):
+            return True
+    return False

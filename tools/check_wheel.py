@@ -1,0 +1,107 @@
+"""Build a wheel, install it in an empty environment, and run the commands of README.md there.
+
+    python tools/check_wheel.py
+    python tools/check_wheel.py --environment FOLDER   # keep or use this environment
+
+The commands run as they are printed, in an empty folder with a generated sample as text, except
+that options make training and benchmark small enough for a CPU. The Python blocks follow. Exits
+with 1 at the first failure.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL_MODEL = ("width=32", "heads=2", "encoder_layers=1", "decoder_layers=1", "slots=32")
+SMALL_RUN = ("steps=20", "checkpoint_every=10", "dev_every=10", "device=cpu", "batch_tokens=512")
+SMALL = [f"--set model.{pair}" for pair in SMALL_MODEL] + [f"--set train.{p}" for p in SMALL_RUN]
+EXTRA = {"train": " ".join(SMALL), "bench": "--quick"}
+"""Options that are added to a command, by its name."""
+TEXT = """
+from reluformer.data.synthetic import sample
+from pathlib import Path
+folder = sample.write(Path("text"), train=200, dev=10, test=10, seed=0)
+for name, split in (("train", "train"), ("dev", "dev"), ("talk", "test")):
+    for side in ("en", "de"):
+        text = (folder / f"{split}.{side}").read_text(encoding="utf-8")
+        Path(f"{'talk.ref' if (name, side) == ('talk', 'de') else name}.{side}").write_text(text)
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """Code blocks of the README in a language."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    """Lines of the README that call `reluformer`, with the options of `EXTRA`."""
+    lines = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    calls = [line for line in lines if line.startswith("reluformer ")]
+    more = [f"reluformer train {name} --out runs/{name}" for name in ("small", "toy-reverse")]
+    return [_with_options(call) for call in [*calls, *more, "reluformer info"]]
+
+
+def _with_options(call: str) -> str:
+    """The call with the options of `EXTRA`, before any redirection."""
+    name = call.split()[1]
+    arguments, *redirections = re.split(r" (?=[<>])", call, maxsplit=1)
+    return " ".join([arguments, EXTRA.get(name, ""), *redirections])
+
+
+def install(folder: Path, wheels: Path) -> Path:
+    """Create an environment with the wheel; return its folder of programs."""
+    venv.create(folder, with_pip=True)
+    programs = folder / "bin"
+    pip = [programs / "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pinned = [*pip, "-c", ROOT / "constraints.txt"]
+    build = [programs / "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, ROOT]
+    subprocess.run(build, check=True)
+    (wheel,) = wheels.glob("reluformer-*.whl")
+    subprocess.run([*pinned, "torch"], check=True)
+    subprocess.run([*pinned, f"{wheel}[plots]"], check=True)
+    return programs
+
+
+def run(command: list[str] | str, folder: Path, programs: Path) -> None:
+    """Run a command in the folder; exit if it fails."""
+    began = time.monotonic()
+    # Without PYTHONPATH and outside the repository only the wheel is imported.
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8"}
+    ended = subprocess.run(
+        command, shell=isinstance(command, str), cwd=folder, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    shown = command if isinstance(command, str) else "Python block"
+    print(f"{time.monotonic() - began:6.1f} s  {shown[:110]}", flush=True)
+    if ended.returncode:
+        sys.exit(f"failed with status {ended.returncode}: {ended.stderr.strip()[-2000:]}")
+
+
+def main() -> None:
+    """Install the wheel and run everything."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--environment", type=Path, help="environment to create or to use")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "empty")
+        folder.mkdir()
+        environment = options.environment or Path(name, "environment")
+        programs = (environment / "bin").absolute()
+        if not (programs / "reluformer").exists():
+            programs = install(environment, Path(name, "wheels")).absolute()
+        python = str(programs / "python")
+        run([python, "-c", TEXT], folder, programs)
+        for command in commands():
+            run(command, folder, programs)
+        run([python, "-c", "\n".join(blocks("python"))], folder, programs)
+
+
+if __name__ == "__main__":
+    main()
