@@ -214,7 +214,7 @@ def attend_directly(
         value,
         causal=True,
         power=4,
-        threshold=module.direct_threshold,
+        threshold=module.direct_threshold.float(),
         gamma=512.0,
         length_exponent=1.0,
         row_normalise=1e-4,
