@@ -39,7 +39,7 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     shape = shapes[label, torch.arange(count)].float()
     colour = torch.rand(count, 3, 1, 1, generator=generator) + 0.5
     noise = torch.randn(count, 3, SIZE, SIZE, generator=generator)
-    return shape[:, None] * colour + 0.5 * noise, label
+    return shape[:, None] * colour + 0.2 * noise, label
 
 
 def build(attention: str) -> nn.Module:
@@ -79,7 +79,7 @@ def train(attention: str, steps: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     steps = parser.parse_args().steps
     for attention in ("softmax", "normalised_relu"):
         loss, accuracy = train(attention, steps)

@@ -235,3 +235,21 @@ def test_attentions_of_timm_that_cannot_be_replaced_are_reported() -> None:
     with pytest.raises(UserError, match="DiffAttention is not known, and its forward calls"):
         replace_attention(layer)
     assert "attn_layer" in inspect.signature(timm.models.VisionTransformer).parameters
+
+
+def test_models_of_transformers_are_replaced_by_their_interface() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 20}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes, **layers)
+    network = nn.ModuleDict({"lm": transformers.LlamaForCausalLM(config), "own": SelfAttention()})
+    ids = torch.randint(20, (2, 6))
+    before = network["lm"](ids).logits
+    report = replace_attention(network, "relu", power=2, gamma=0.01)
+    assert report.changed == {
+        "lm.model.layers.0.self_attn": "LlamaAttention",
+        "lm.model.layers.1.self_attn": "LlamaAttention",
+        "own": "SelfAttention",
+    }
+    assert not report.unchanged
+    assert not torch.allclose(network["lm"](ids).logits, before, atol=1e-4)
