@@ -202,8 +202,9 @@ class MultiHeadAttention(nn.Module):
                 key_lengths = key_lengths + self.persistent.slots
             if visible is not None:
                 visible = functional.pad(visible, (self.persistent.slots, 0), value=True)
-        # A single new token sees all tokens before it.
-        causal = self.causal and visible is None and q.shape[2] > 1
+        # A single new token sees all tokens before it. A length that export leaves open is causal.
+        is_single = isinstance(q.shape[2], int) and q.shape[2] == 1
+        causal = self.causal and visible is None and not is_single
         visibility = Visibility(mask=visible, causal=causal, key_lengths=key_lengths)
         dropout_p = self.config.dropout if self.training else 0.0
         scale = self.row.default_scale(q.shape[-1])

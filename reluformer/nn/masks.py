@@ -83,7 +83,7 @@ def from_torch(
     if attn_mask is not None:
         table = _checked(attn_mask, sizes)  # [B or 1, H or 1, Tq, Tk]
         # With as many rows as keys the hint is unambiguous, and the mask is not needed.
-        causal = is_causal and sizes.rows == sizes.keys
+        causal = bool(is_causal and sizes.rows == sizes.keys)
         if not causal:
             visible, bias, contents = _split(attn_mask, table)
             causal = contents.is_causal
