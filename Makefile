@@ -15,7 +15,7 @@ KERNELS := $(VENV)/.kernels
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,hf]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,export,hf]"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
 	touch $@
 

@@ -69,7 +69,7 @@ def export_onnx(model: ReLUFormer | ReLUFormerLM, path: str | Path) -> None:
         path: File to write; inputs are named as in `export_program`, the output is `logits`.
 
     Raises:
-        UserError: As in `export_program`, or if onnx or onnxscript is not installed.
+        UserError: As in `export_program`, or if onnxscript is not installed.
     """
     wrapper = _logits(model)
     try:

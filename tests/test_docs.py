@@ -118,7 +118,7 @@ def test_commands_and_their_options_exist(page: str, words: list[str]) -> None:
     if words[1] == "train":
         settings = [value for word, value in zip(words, words[1:], strict=False) if word == "--set"]
         # Settings that name a file or an attention of an example cannot be checked here.
-        load_recipe(words[2], [s for s in settings if not s.endswith("=silu_n")])
+        load_recipe(words[2], [s for s in settings if not s.endswith("=gelu_n")])
 
 
 def test_links_to_files_of_the_repository_resolve() -> None:

@@ -16,7 +16,8 @@ from reluformer.export import export_onnx, export_program
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 SMALL: dict[str, Any] = {
-    "vocabulary": 50, "width": 16, "heads": 2, "slots": 24, "encoder_layers": 1, "decoder_layers": 1,
+    "vocabulary": 50, "width": 16, "heads": 2, "slots": 24,
+    "encoder_layers": 1, "decoder_layers": 1,
 }  # fmt: skip
 SIZES = [(2, 5, 6), (3, 12, 9), (1, 1, 1), (4, 1, 30)]
 D = Dim.DYNAMIC
@@ -64,7 +65,8 @@ def check_onnx(
         torch.testing.assert_close(run_onnx(file, batch), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_translation_model_as_program_and_as_onnx(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_translation_model_as_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     model = ReLUFormer(ModelConfig(**SMALL)).train()
     export_onnx(model, tmp_path / "model.onnx")
@@ -78,7 +80,7 @@ def test_a_translation_model_as_program_and_as_onnx(tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_language_model_as_program() -> None:
     model = ReLUFormerLM(ModelConfig(**SMALL)).eval()
     program = export_program(model).module()
@@ -101,7 +103,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    ["relu", *(pytest.param(kind, marks=pytest.mark.slow)
+    ["relu", *(pytest.param(kind, marks=pytest.mark.release)
                for kind in ("normalised_relu", "softmax", "silu", "sigmoid"))],
 )  # fmt: skip
 def test_a_call_as_onnx(kind: str, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ FLAT_SIGNATURES = ("reluformer/cli/", "reluformer/ops/backends/triton/operators.
 OPTIONAL_MODULES = (
     "fcntl",
     "matplotlib",
+    "onnxscript",
     "reluformer.ops.backends.triton.hopper",
     "reluformer.ops.backends.triton.portable",
     "reluformer.ops.backends.triton.prepared",

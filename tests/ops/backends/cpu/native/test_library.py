@@ -147,7 +147,6 @@ def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_
     assert library.path(tmp_path) != before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", ["-mno-avx512bf16 -mno-amx-bf16", "-mno-avx512f -mno-amx-bf16"])
 def test_older_processors_widen_bfloat16(
     home: Path, monkeypatch: pytest.MonkeyPatch, options: str
