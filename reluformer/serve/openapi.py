@@ -33,8 +33,9 @@ def openapi(limits: Limits, source: str, target: str) -> dict[str, Any]:
     list_of_texts = {"type": "array", "items": text, "maxItems": limits.texts}
     request = {
         "q": {"oneOf": [text, list_of_texts]},
-        "alternatives": {"type": "integer", "minimum": 0, "default": 0},
-        "api_key": _TEXT,
+        "alternatives": {"type": "integer", "minimum": 0, "maximum": 100, "default": 0},
+        # Ignored, whatever it is.
+        "api_key": {},
         **translation,
     }
     events = {"schema": _TEXT}
@@ -44,14 +45,15 @@ def openapi(limits: Limits, source: str, target: str) -> dict[str, Any]:
             "title": "reluformer",
             "version": __version__,
             "description": "Translation with a ReLUFormer. /translate, /detect, /languages, "
-            "/frontend/settings and /health are compatible with LibreTranslate. Sizes are limited: "
+            "/frontend/settings and /health are compatible with LibreTranslate, and take forms "
+            "(urlencoded) besides JSON. Sizes are limited: "
             f"{limits.characters} characters and {limits.texts} texts a request.",
         },
         "paths": {
             "/translate": _post("Translate texts", request, ["q"], _translated()),
             "/detect": _post(
                 "Name the language of a text",
-                {"q": text, "api_key": _TEXT},
+                {"q": text, "api_key": {}},
                 ["q"],
                 {"type": "array", "items": _DETECTED},
             ),
@@ -107,11 +109,10 @@ def _post(
     body = {"type": "object", "required": required, "properties": fields}
     responses = {"200": {"description": "OK", "content": content or _json(answer)}}
     responses |= _errors(400, 408, 413, 415, 429, 503)
-    kinds = ("application/json", "application/x-www-form-urlencoded")
     return {
         "post": {
             "summary": summary,
-            "requestBody": {"required": True, "content": {k: {"schema": body} for k in kinds}},
+            "requestBody": {"required": True, "content": _json(body)},
             "responses": responses,
         }
     }

@@ -110,8 +110,11 @@ def _alternatives(fields: Mapping[str, Any]) -> int:
     value = fields.get("alternatives", 0)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 4:
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise Refused(400, "alternatives must be a whole number from 0 on")
+    # In JSON, 1.0 is a whole number, too.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 100:
+        raise Refused(400, "alternatives must be a whole number from 0 to 100")
     return value
 
 
