@@ -44,11 +44,17 @@ LONG := tests/fuzz tests/study tests/ops/backends/triton tests/ops/test_frames.p
 quick: $(KERNELS) lint
 	$(PYTEST) -m "not slow and not release and not gpu" $(LONG:%=--ignore=%)
 
+# Said first, because skipped tests are easily overlooked.
+CHROMIUM := command -v chromium >/dev/null || \
+	echo "NOT TESTED: the web page, because Chromium is missing (apt-get install chromium)"
+
 test: $(KERNELS) lint
+	@$(CHROMIUM)
 	$(BIN)/python tools/check_numbers.py
 	$(PYTEST) -m "not release and not gpu"
 
 test-all: $(KERNELS) lint
+	@$(CHROMIUM)
 	$(BIN)/python tools/check_numbers.py
 	$(PYTEST) -m "not gpu" --hypothesis-profile=release --cov --cov-report=term --cov-fail-under=90
 
