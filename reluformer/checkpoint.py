@@ -26,7 +26,8 @@ from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json
 from reluformer.model import ReLUFormer
-from reluformer.model.pretrained import CONFIG, model_of, read_tensors, write_tensors
+from reluformer.model.pretrained import CONFIG, StoredModel, model_of, read_model, read_pretrained
+from reluformer.model.tensor_files import read_tensors, write_tensors
 from reluformer.reading import read_json
 
 CHECKPOINTS, MODEL = "checkpoints", "model"
@@ -76,6 +77,14 @@ class LoadedRun(NamedTuple):
     recipe: Recipe
     step: int | None
     """Step of the checkpoint; None for a finished model."""
+
+
+class StoredRun(NamedTuple):
+    """The parameters of a model with its tokenizer and recipe."""
+
+    model: StoredModel[ReLUFormer]
+    tokenizer: Tokenizer
+    recipe: Recipe
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -147,11 +156,40 @@ def load_run(folder: Path | str) -> LoadedRun:
     Raises:
         UserError: The folder holds no model, or its files are damaged.
     """
-    folder = Path(folder)
+    place = _locate(Path(folder))
+    if place.weights is None:
+        model = ReLUFormer.from_pretrained(place.folder)
+        return LoadedRun(model, *_tokenizer_and_recipe(place.folder), step=None)
+    tokenizer, recipe = _tokenizer_and_recipe(place.folder)
+    model = model_of(ReLUFormer, recipe.model_with(tokenizer.vocab_size), place.weights)
+    return LoadedRun(model.eval(), tokenizer, recipe, place.step)
+
+
+def read_run(folder: Path | str) -> StoredRun:
+    """Read the parameters that `load_run` would load, without building the model."""
+    place = _locate(Path(folder))
+    if place.weights is None:
+        stored = read_pretrained(ReLUFormer, place.folder)
+        return StoredRun(stored, *_tokenizer_and_recipe(place.folder))
+    tokenizer, recipe = _tokenizer_and_recipe(place.folder)
+    config = recipe.model_with(tokenizer.vocab_size)
+    return StoredRun(read_model(ReLUFormer, config, place.weights), tokenizer, recipe)
+
+
+class _Place(NamedTuple):
+    """Where the files of a model are."""
+
+    folder: Path
+    """Folder with the tokenizer and the recipe."""
+    weights: Path | None
+    """Weights of a checkpoint; None for a finished model."""
+    step: int | None
+
+
+def _locate(folder: Path) -> _Place:
     finished = finished_model(folder)
     if finished is not None:
-        model = ReLUFormer.from_pretrained(finished)
-        return LoadedRun(model, *_tokenizer_and_recipe(finished), step=None)
+        return _Place(finished, None, None)
     run, checkpoints = folder, steps(folder)
     if (folder / STATE).is_file():
         run, checkpoints = folder.parent.parent, [_load_state(folder).step]
@@ -159,10 +197,8 @@ def load_run(folder: Path | str) -> LoadedRun:
         raise UserError(f"{folder}, the folder of a model or a run, does not exist")
     if not checkpoints:
         raise UserError(f"{folder} holds neither a finished model nor a checkpoint")
-    tokenizer, recipe = _tokenizer_and_recipe(run)
-    weights = folder_of(run, checkpoints[-1]) / "model.safetensors"
-    model = model_of(ReLUFormer, recipe.model_with(tokenizer.vocab_size), weights)
-    return LoadedRun(model.eval(), tokenizer, recipe, checkpoints[-1])
+    step = checkpoints[-1]
+    return _Place(run, folder_of(run, step) / "model.safetensors", step)
 
 
 def _tokenizer_and_recipe(folder: Path) -> tuple[Tokenizer, Recipe]:

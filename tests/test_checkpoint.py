@@ -94,8 +94,11 @@ def assert_loads(folder: Path, model: ReLUFormer, step: int | None) -> None:
     run = load_run(folder)
     assert run.step == step and run.recipe == tiny() and not run.model.training
     assert run.tokenizer.decode(run.tokenizer.encode("a c")) == "a c"
+    stored = checkpoint.read_run(folder)
+    assert stored.recipe == run.recipe
     for name, tensor in distinct_tensors(model).items():
         assert torch.equal(distinct_tensors(run.model)[name], tensor), name
+        assert torch.equal(stored.model.lookup(name), tensor), name
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:

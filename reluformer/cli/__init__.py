@@ -1,5 +1,5 @@
-"""The command line: prepare, recipes, train, translate, serve, evaluate, inspect, study,
-report, bench, info, export-hf.
+"""The command line: prepare, recipes, train, translate, quantise, serve, evaluate, inspect,
+study, report, bench, info, export-hf.
 
 Each command is a thin layer over a function of the package, which is imported when the command
 runs, so that `--help` and `--version` answer without loading torch. Exit statuses: 0 success, 1 out
@@ -17,6 +17,7 @@ from reluformer.cli.exporting import export_hf
 from reluformer.cli.information import info
 from reluformer.cli.inspection import inspect
 from reluformer.cli.preparation import prepare
+from reluformer.cli.quantisation import quantise
 from reluformer.cli.serving import serve
 from reluformer.cli.studies import report, study
 from reluformer.cli.training import recipes, train
@@ -30,8 +31,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (
-    prepare, recipes, train, translate, serve, evaluate, inspect, study, report, bench, info,
-    export_hf,
+    prepare, recipes, train, translate, quantise, serve, evaluate, inspect, study, report, bench,
+    info, export_hf,
 ):  # fmt: skip
     app.command()(guarded(_command))
 

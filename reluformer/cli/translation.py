@@ -80,9 +80,15 @@ def translate(
     ] = None,
     device: Device = None,
     precision: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU."),
+        Literal["float32", "bfloat16", "int8"] | None,
+        typer.Option(
+            help="Precision of the weights; default: bfloat16 on a GPU, as stored on a CPU."
+        ),
     ] = None,
+    decoder: Annotated[
+        Literal["auto", "native", "torch"],
+        typer.Option(help="Native (C++) or torch; auto is native on a CPU where it can be used."),
+    ] = "auto",
     maps: Annotated[
         Path | None, typer.Option(help="JSON file to write all attention maps to.")
     ] = None,
@@ -122,6 +128,7 @@ def translate(
             model,
             device=device,
             precision=precision,
+            decoder=decoder,
             max_length=max_length,
             batch_tokens=batch_tokens,
             **{name: value for name, value in search.items() if value is not None},

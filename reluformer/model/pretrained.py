@@ -1,21 +1,26 @@
-"""Models on disk: `model.safetensors` beside `config.json`."""
+"""Models on disk: `model.safetensors`, or shards in int8, beside `config.json`."""
 
-import errno
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reluformer.config.migration import migrate
 from reluformer.config.schema import build, to_dict
 from reluformer.errors import UserError
-from reluformer.files import atomic_path, write_json
+from reluformer.files import write_json
 from reluformer.model.config import ModelConfig
-from reluformer.reading import JSON_LIMIT, open_regular, parse_json, read_json_object
+from reluformer.model.int8_files import (
+    Parameter,
+    dequantised,
+    read_shards,
+    shape_of,
+    write_shards,
+)
+from reluformer.model.tensor_files import read_tensors, tensor_shapes, write_tensors
+from reluformer.reading import read_json_object
 
 if TYPE_CHECKING:
     from reluformer.model.base import Model
@@ -26,34 +31,70 @@ FORMAT = 1
 M = TypeVar("M", bound="Model")
 
 
+class StoredModel(NamedTuple, Generic[M]):
+    """A model as it is on the disk: its structure and the values of its parameters."""
+
+    skeleton: M
+    """The model on the meta device, without memory."""
+    parameters: dict[str, Parameter]
+    """Values by name; a shared parameter appears once."""
+    is_int8: bool
+    """Whether tables are stored in int8."""
+
+    def lookup(self, name: str) -> Parameter:
+        """Value of the parameter `name`, which may be shared under another name."""
+        tensors = self.skeleton.state_dict(keep_vars=True)
+        wanted = tensors[name]
+        return next(
+            self.parameters[other]
+            for other, tensor in tensors.items()
+            if tensor is wanted and other in self.parameters
+        )
+
+    def build(self) -> M:
+        """The model in float32, in evaluation mode."""
+        tensors = {name: dequantised(value) for name, value in self.parameters.items()}
+        self.skeleton.load_state_dict(tensors, strict=False, assign=True)
+        return self.skeleton.eval()
+
+
 def save_pretrained(model: "Model", folder: Path) -> None:
     """Write the weights, then the configuration, without which the folder is not loadable."""
     write_tensors(folder / WEIGHTS, distinct_tensors(model))
-    description = {
-        "format": FORMAT,
-        "model": type(model).__name__,
-        "config": to_dict(model.config),
-    }
-    write_json(folder / CONFIG, description)
+    write_json(folder / CONFIG, _description(model))
+
+
+def save_int8(model: "Model", folder: Path) -> None:
+    """Write a model with tables of weights in int8, see `reluformer.model.int8_files`."""
+    files = write_shards(folder, distinct_tensors(model))
+    write_json(folder / CONFIG, {**_description(model), "weights": "int8", "files": files})
 
 
 def load_pretrained(cls: type[M], folder: Path) -> M:
-    """Load the model that `save_pretrained` wrote, in evaluation mode.
+    """Load the model that `save_pretrained` or `save_int8` wrote, in evaluation mode.
 
     Raises:
         UserError: Files are missing or damaged, or describe another model class.
     """
-    path = folder / CONFIG
-    if not path.is_file() or not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} holds no saved model: it must have {CONFIG} and {WEIGHTS}")
-    description = read_json_object(path)
-    if description.get("format") != FORMAT:
-        raise UserError(f"{path} is not of format {FORMAT}")
-    if description.get("model") != cls.__name__:
-        described = str(description.get("model"))[:80]
-        raise UserError(f"{path} describes a {described}, not a {cls.__name__}")
-    config = build(ModelConfig, migrate(description.get("config")), "config")
+    description, config = _read_description(cls, folder)
+    if "files" in description:
+        return _read_int8(cls, config, folder, description["files"]).build()
     return model_of(cls, config, folder / WEIGHTS).eval()
+
+
+def read_pretrained(cls: type[M], folder: Path) -> StoredModel[M]:
+    """Read the parameters of a saved model; errors as in `load_pretrained`."""
+    description, config = _read_description(cls, folder)
+    if "files" in description:
+        return _read_int8(cls, config, folder, description["files"])
+    return read_model(cls, config, folder / WEIGHTS)
+
+
+def read_model(cls: type[M], config: ModelConfig, weights: Path) -> StoredModel[M]:
+    """Read the parameters of a model from a safetensors file; errors as in `model_of`."""
+    skeleton = _skeleton(cls, config, tensor_shapes(weights), weights)
+    parameters: dict[str, Parameter] = {**read_tensors(weights)}
+    return StoredModel(skeleton, parameters, is_int8=False)
 
 
 def model_of(cls: type[M], config: ModelConfig, weights: Path) -> M:
@@ -65,63 +106,51 @@ def model_of(cls: type[M], config: ModelConfig, weights: Path) -> M:
     Raises:
         UserError: The file is damaged, or its tensors are not those of the model.
     """
-    shapes = tensor_shapes(weights)
-    layers = config.encoder_layers + config.decoder_layers
-    if layers > len(shapes):
-        raise UserError(f"{weights} does not fit this model: it has fewer tensors than layers")
-    try:
-        # Tensors on the meta device have a shape and no memory.
-        with torch.device("meta"):
-            skeleton = cls(config)
-    except (RuntimeError, OverflowError) as error:
-        raise UserError(f"{weights} does not fit this model: {error}") from None
-    _check_shapes(skeleton, shapes, weights)
+    _skeleton(cls, config, tensor_shapes(weights), weights)
     model = cls(config)
     load_tensors(model, read_tensors(weights), weights)
     return model
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors by name, atomically, with the default permissions of new files."""
-    with atomic_path(path) as partial:
-        partial.touch()
-        mode = partial.stat().st_mode
-        try:
-            save_file(tensors, partial)
-        except SafetensorError as error:
-            raise OSError(errno.EIO, str(error), str(path)) from None
-        # safetensors replaces the file by one that only its owner can read.
-        partial.chmod(mode)
+def _description(model: "Model") -> dict[str, Any]:
+    return {"format": FORMAT, "model": type(model).__name__, "config": to_dict(model.config)}
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a file by name, on the CPU."""
-    tensor_shapes(path)
+def _read_description(cls: type[M], folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """Fields of `config.json`, and the configuration of the model."""
+    path = folder / CONFIG
+    description = read_json_object(path) if path.is_file() else {}
+    if "files" not in description and not (path.is_file() and (folder / WEIGHTS).is_file()):
+        raise UserError(f"{folder} holds no saved model: it must have {CONFIG} and {WEIGHTS}")
+    if description.get("format") != FORMAT:
+        raise UserError(f"{path} is not of format {FORMAT}")
+    if description.get("model") != cls.__name__:
+        described = str(description.get("model"))[:80]
+        raise UserError(f"{path} describes a {described}, not a {cls.__name__}")
+    return description, build(ModelConfig, migrate(description.get("config")), "config")
+
+
+def _read_int8(cls: type[M], config: ModelConfig, folder: Path, files: Any) -> StoredModel[M]:
+    parameters = read_shards(folder, files)
+    shapes = {name: shape_of(value) for name, value in parameters.items()}
+    return StoredModel(_skeleton(cls, config, shapes, folder), parameters, is_int8=True)
+
+
+def _skeleton(
+    cls: type[M], config: ModelConfig, shapes: Mapping[str, list[int]], origin: Path
+) -> M:
+    """The model on the meta device, after a check that `shapes` are those of its tensors."""
+    layers = config.encoder_layers + config.decoder_layers
+    if layers > len(shapes):
+        raise UserError(f"{origin} does not fit this model: it has fewer tensors than layers")
     try:
-        return load_file(path)
-    except (OSError, SafetensorError, LookupError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors of a safetensors file by name, from its header."""
-    if not path.exists():
-        raise UserError(f"{path} is missing")
-    with open(open_regular(path), "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > min(JSON_LIMIT, path.stat().st_size):
-            raise UserError(f"{path} cannot be read: its header has an impossible length")
-        header = parse_json(file.read(size), path)
-    shapes: dict[str, list[int]] = {}
-    entries = header.items() if isinstance(header, dict) else [("", None)]
-    for name, entry in entries:
-        if name == "__metadata__":
-            continue
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or not all(type(length) is int for length in shape):
-            raise UserError(f"{path} cannot be read: its header is damaged")
-        shapes[name] = shape
-    return shapes
+        # Tensors on the meta device have a shape and no memory.
+        with torch.device("meta"):
+            skeleton = cls(config)
+    except (RuntimeError, OverflowError) as error:
+        raise UserError(f"{origin} does not fit this model: {error}") from None
+    _check_shapes(skeleton, shapes, origin)
+    return skeleton
 
 
 def distinct_tensors(model: "Model") -> dict[str, Tensor]:

@@ -11,24 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
-import torch
-
-from reluformer.checkpoint import load_run
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError, quote
 from reluformer.model import ReLUFormer
 from reluformer.shipped import shipped_model
 from reluformer.translation.attention_maps import AttentionMaps, compute_maps
-from reluformer.translation.search import Hypothesis, SearchConfig, search
+from reluformer.translation.engine import DecoderName, Engine, Precision, TorchEngine, load_engine
+from reluformer.translation.search import Hypothesis, SearchConfig
 from reluformer.translation.search.task import id_arrays
 from reluformer.translation.segments import SegmentedLines, Span, one_line
 from reluformer.translation.stream import translate_file
 
 log = logging.getLogger("reluformer")
-
-Precision = Literal["float32", "bfloat16"]
 
 # Source tokens of a batch, padding included: enough to keep the device busy.
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}
@@ -47,7 +43,7 @@ class Translator:
 
     def __init__(
         self,
-        model: ReLUFormer,
+        model: ReLUFormer | Engine,
         tokenizer: Tokenizer,
         *,
         trained_length: int,
@@ -59,7 +55,8 @@ class Translator:
         """Wrap a trained model.
 
         Args:
-            model: The model; it is set to evaluation mode.
+            model: The model, which is set to evaluation mode and runs in torch, or an engine from
+                `reluformer.translation.engine`.
             tokenizer: The tokenizer that the model was trained with.
             trained_length: Length in ids of the longest training example.
             documents: Whether training examples had several sentences.
@@ -68,7 +65,9 @@ class Translator:
                 `trained_length`.
             batch_tokens: Source tokens of a batch, padding included; default: by device.
         """
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.engine: Engine = TorchEngine(model) if isinstance(model, ReLUFormer) else model
+        """Computes translations of token ids."""
+        self.tokenizer = tokenizer
         self.documents = documents
         self.config = SearchConfig() if config is None else config
         self.trained_length = trained_length
@@ -82,8 +81,7 @@ class Translator:
                 self.max_length,
                 trained_length,
             )
-        device = model.target_embedding.weight.device.type
-        default = _BATCH_TOKENS.get(device, _BATCH_TOKENS["cuda"])
+        default = _BATCH_TOKENS.get(self.engine.device, _BATCH_TOKENS["cuda"])
         self.batch_tokens = default if batch_tokens is None else batch_tokens
         if self.batch_tokens < 1:
             raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
@@ -98,6 +96,7 @@ class Translator:
         *,
         device: str | None = None,
         precision: Precision | None = None,
+        decoder: DecoderName = "auto",
         max_length: int | None = None,
         batch_tokens: int | None = None,
         **search: Any,
@@ -107,7 +106,10 @@ class Translator:
         Args:
             path: Folder of the run, the model or the checkpoint; default: the shipped model.
             device: `"cpu"` or `"cuda"`; default: a GPU if there is one.
-            precision: `"float32"` or `"bfloat16"`; default: bfloat16 on a GPU, float32 on a CPU.
+            precision: Precision of the weights: `"float32"`, `"bfloat16"`, or `"int8"` with the
+                native decoder; default: bfloat16 on a GPU, as stored on a CPU.
+            decoder: `"native"` is the C++ library on a CPU, `"torch"` the model in torch; `"auto"`
+                is the native one where it is built and supports the model.
             max_length: As in `Translator`.
             batch_tokens: As in `Translator`.
             **search: Fields of `SearchConfig`; they override the recipe's.
@@ -121,30 +123,23 @@ class Translator:
                 raise UserError(
                     f"{name} is not a setting of the search, allowed: {', '.join(allowed)}"
                 )
-        run = load_run(shipped_model() if path is None else path)
-        decode = run.recipe.decode
-        defaults = {"beam": decode.beam, "length_penalty": decode.length_penalty}
-        config = SearchConfig(**{**defaults, **search})
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        precision = precision or ("float32" if device == "cpu" else "bfloat16")
-        if precision not in ("float32", "bfloat16"):
-            raise UserError(f"precision must be one of float32, bfloat16, got {precision!r}")
-        try:
-            model = run.model.to(device, getattr(torch, precision))
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"device must be usable on this machine, got {device!r}: {reason}"
-            ) from None
+        path = shipped_model() if path is None else path
+        engine, tokenizer, recipe = load_engine(path, device, precision, decoder)
+        defaults = {"beam": recipe.decode.beam, "length_penalty": recipe.decode.length_penalty}
         return cls(
-            model,
-            run.tokenizer,
-            trained_length=run.recipe.data.max_length,
-            documents=run.recipe.data.unit == "document",
-            config=config,
+            engine,
+            tokenizer,
+            trained_length=recipe.data.max_length,
+            documents=recipe.data.unit == "document",
+            config=SearchConfig(**{**defaults, **search}),
             max_length=max_length,
             batch_tokens=batch_tokens,
         )
+
+    @property
+    def model(self) -> ReLUFormer:
+        """The model in torch."""
+        return self.engine.model
 
     @overload
     def __call__(self, text: str) -> str: ...
@@ -234,13 +229,13 @@ class Translator:
         Returns:
             The best hypothesis of each text, in the order of `sources`.
         """
-        arrays = id_arrays(sources, self.model.config.vocabulary)
+        arrays = id_arrays(sources, self.engine.config.vocabulary)
         results: list[Hypothesis | None] = [None] * len(arrays)
         for batch in self._batches([len(ids) + 1 for ids in arrays]):
             part = [arrays[index] for index in batch]
             # Equal texts get equal samples, independent of their position.
             keys = [zlib.crc32(ids.tobytes()) for ids in part]
-            hypotheses = search(self.model, part, self.config, banned=banned, keys=keys)
+            hypotheses = self.engine.search(part, self.config, banned, keys)
             for index, hypothesis in zip(batch, hypotheses, strict=True):
                 results[index] = hypothesis
             self.on_batch(len(batch))
@@ -301,7 +296,7 @@ class Translator:
         """Yield indices of the texts of each batch, longest texts first."""
         config = self.config
         width = 1 if config.method == "sample" else config.beam
-        most_rows = max(1, _MOST_LOGITS // (width * self.model.config.vocabulary))
+        most_rows = max(1, _MOST_LOGITS // (width * self.engine.config.vocabulary))
         batch: list[int] = []
         for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
             rows = min(most_rows, self.batch_tokens // lengths[batch[0]]) if batch else 1

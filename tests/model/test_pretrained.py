@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from reluformer.errors import UserError
-from reluformer.model import ReLUFormer, ReLUFormerLM, pretrained
+from reluformer.model import ReLUFormer, ReLUFormerLM, tensor_files
 from tests.model.factory import batch, small, tokens
 
 
@@ -70,7 +70,7 @@ def test_a_failed_save_leaves_the_old_model(
         Path(path).write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(pretrained, "save_file", fail)
+    monkeypatch.setattr(tensor_files, "save_file", fail)
     with pytest.raises(OSError, match="No space left on device") as caught:
         model.save_pretrained(tmp_path)
     assert caught.value.filename == str(tmp_path / "model.safetensors")

@@ -11,6 +11,7 @@ from reluformer.model import ReLUFormer
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.blocks import AttentionBranch, DecoderLayer, EncoderLayer, MemoryBranch
 from reluformer.model.int8 import Int8Rows, quantise
+from reluformer.model.int8_files import Parameter, dequantised
 from reluformer.translation.native import layout
 from reluformer.translation.native.support import MEMORY_POWERS
 
@@ -18,7 +19,6 @@ Precision: TypeAlias = Literal["float32", "bfloat16", "int8"]
 KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 """Precisions of weights, in the order of `Kind` in `decoder/description.h`."""
 
-Parameter: TypeAlias = Tensor | Int8Rows
 Lookup: TypeAlias = Callable[[str], Parameter]
 """Function from the name of a parameter to its value."""
 
@@ -164,8 +164,7 @@ class Describer:
         if self.precision == "int8":
             rows, scales = value if isinstance(value, Int8Rows) else quantise(value)
         else:
-            table = value.dequantise() if isinstance(value, Int8Rows) else value.detach()
-            rows = table.to(getattr(torch, self.precision))
+            rows = dequantised(value).detach().to(getattr(torch, self.precision))
         rows = rows.cpu().contiguous()
         self.owned.append(rows)
         height, width = rows.shape

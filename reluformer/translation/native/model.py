@@ -8,6 +8,7 @@ from typing import Any
 
 from reluformer.errors import UserError
 from reluformer.model import ModelConfig, ReLUFormer
+from reluformer.model.pretrained import StoredModel
 from reluformer.translation.native.describe import Describer, Lookup, Precision
 from reluformer.translation.native.support import load, why_not
 
@@ -57,3 +58,8 @@ class NativeModel:
         """A copy of a model's weights in the given precision."""
         parameters = model.state_dict()
         return cls(model, parameters.__getitem__, precision)
+
+    @classmethod
+    def read(cls, stored: StoredModel[ReLUFormer], precision: Precision) -> "NativeModel":
+        """The model of parameters on the disk, without building it in torch."""
+        return cls(stored.skeleton, stored.lookup, precision)

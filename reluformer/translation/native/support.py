@@ -9,6 +9,8 @@ from reluformer.translation.native.layout import declare
 MEMORY_POWERS = {"relu": 1, "squared_relu": 2, "softmax": 0, "softmax_ln": 0}
 """Powers of the supported memories; 0 is softmax."""
 
+NOT_BUILT = "it is not built (python -m reluformer.ops.backends.cpu.native builds it)"
+
 
 def load() -> library.Kernels | None:
     """The native library with declared functions, or None if it is not built."""
@@ -27,7 +29,7 @@ def why_not(config: ModelConfig) -> str | None:
     if config.memory not in MEMORY_POWERS:
         return f"it has no {config.memory} memory"
     if load() is None:
-        return "it is not built (python -m reluformer.ops.backends.cpu.native builds it)"
+        return NOT_BUILT
     return None
 
 

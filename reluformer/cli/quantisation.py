@@ -1,0 +1,21 @@
+"""The command `quantise`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quantise(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, a finished model or a checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Folder to create.")],
+) -> None:
+    """Write a model with its weights in int8: a quarter of the size, faster on a CPU.
+
+    For example: reluformer quantise runs/mine --out mine-int8. The new folder is used like that of
+    a run: reluformer translate --model mine-int8.
+    """
+    from reluformer.quantise import quantise_run
+
+    size = quantise_run(run, out)
+    print(f"{out}: {size / 1e6:.1f} MB")
