@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ import torch
 
 from benchmarks.faults.jobs import Broken, Prepare, Train, Translate
 from benchmarks.faults.kills import Killed, kill_repeatedly
+from reluformer.errors import UserError
 from reluformer.info import commit, info
+from reluformer.ops.backends.cpu.native import library
 
 # Checkpoints of a training run for each of its kills.
 _CHECKPOINTS = 4
@@ -78,6 +82,16 @@ def refused_writes(inputs: Path, levels: int, seed: int) -> list[dict[str, Any]]
     return rows
 
 
+@contextmanager
+def _own_kernels(folder: Path) -> Iterator[None]:
+    """Build the CPU kernels of these runs: with others, losses differ in their last digits."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    with suppress(UserError):
+        # Without a compiler, all runs use the tiles in torch.
+        library.build()
+    yield
+
+
 def _show(row: Killed) -> None:
     print(
         f"{row.command:<10} {row.kills} kills: output as before {row.before}, complete "
@@ -99,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _own_kernels(Path(folder)):
             killed = killed_commands(Path(folder), options.kills, random.Random(options.seed))
             refused = refused_writes(Path(folder), options.levels, options.seed)
     except Broken as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.files import write_text
 from reluformer.reading import JSON_LIMIT, parse_json, read_text
 
@@ -197,7 +197,7 @@ def _problem(specification: Any) -> str | None:
         for name, value in values.items():
             # Fields of the model are compared one by one: versions of the library differ in them.
             if name != "model" and (name not in allowed or value != allowed[name]):
-                return f"{name} has a value that it never writes"
+                return f"{quote(name)} has a value that it never writes"
     if any(specification.get(part) != template[part] for part in ("pre_tokenizer", "decoder")):
         return "pre_tokenizer or decoder is missing"
     if not isinstance(vocabulary, dict) or not MIN_VOCAB <= len(vocabulary) <= MAX_VOCAB:

@@ -8,6 +8,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from reluformer.ops.backends.torch_state import is_untraced
 
@@ -42,6 +43,28 @@ def nan_where_seen(visible: Tensor, values: Tensor) -> Tensor:
         visible = visible[None]
     seen = visible.to(values.dtype) @ (~values.isfinite()).to(values.dtype)
     return _nan_where(seen > 0)
+
+
+def nan_in_bounds(low: Tensor | int, high: Tensor | int, values: Tensor) -> Tensor:
+    """`nan_where_seen` of rows that see the keys from `low` to `high`, without a product.
+
+    low and high are as `Visibility.bounds` gives them, values [B, H, Tk, W].
+    """
+    counts = functional.pad((~values.isfinite()).cumsum(dim=-2), (0, 0, 1, 0))
+    before_high = _at(counts, high)
+    if isinstance(low, int):
+        return _nan_where(before_high > 0)
+    return _nan_where(before_high > _at(counts, low))
+
+
+def _at(counts: Tensor, keys: Tensor | int) -> Tensor:
+    """Rows [B, H, Tq or 1, W] of counts [B, H, Tk + 1, W] at keys, broadcastable to [B, H, Tq]."""
+    if isinstance(keys, int):
+        return counts[..., keys : keys + 1, :]
+    if keys.dim() == 1:
+        return counts.index_select(-2, keys)
+    size = (*counts.shape[:-2], keys.shape[-1], counts.shape[-1])
+    return counts.gather(-2, keys.unsqueeze(-1).expand(size))
 
 
 def nan_keys(keys: Tensor) -> Tensor:

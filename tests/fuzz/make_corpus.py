@@ -11,7 +11,6 @@ import json
 import lzma
 import random
 import re
-import shutil
 import string
 import struct
 import tempfile
@@ -106,7 +105,7 @@ TEXTS = {
 def write_damaged(folder: Path, rng: random.Random) -> None:
     """Store damaged copies of every structured file of a sound folder."""
     for name, load in STRUCTURED.items():
-        path, out = folder / name, _emptied(name)
+        path, out = folder / name, _stored(name)
         text = path.read_text(encoding="utf-8")
         is_yaml = name.endswith(".yaml")
         kinds: set[str] = set()
@@ -128,11 +127,12 @@ def write_damaged(folder: Path, rng: random.Random) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _emptied(name: str) -> Path:
-    """The folder of the corpus for a file, without content."""
+def _stored(name: str) -> Path:
+    """The folder of the corpus for a file, without numbered files."""
     out = CORPUS / name.replace("/", "__")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in out.glob("[0-9][0-9].*"):
+        path.unlink()
     return out
 
 
@@ -147,7 +147,7 @@ def main() -> None:
         ("data/dev/source.offsets", {f"{name}.offsets": c for name, c in OFFSETS.items()}),
         ("text", TEXTS),
     ):
-        out = _emptied(target)
+        out = _stored(target)
         for name, content in stored.items():
             (out / name).write_bytes(content)
 

@@ -1,5 +1,6 @@
 """NaN and infinity in keys and values that a row cannot see change neither it nor its gradients."""
 
+from operator import matmul
 from typing import Any
 
 import pytest
@@ -103,6 +104,26 @@ def test_visible_numbers_are_not_hidden() -> None:
     for name, impl in WAYS:
         output = attention(name, q, k, v, causal=True, impl=impl)
         assert output[:, :, 6:].isnan().any(), (name, impl)
+
+
+@pytest.mark.parametrize("rule", [{"causal": True}, {"window": 2}, {"causal": True, "window": 3}])
+def test_the_compiled_reference_screens_without_a_product(rule: dict[str, Any]) -> None:
+    """A mask needs a third product; consecutive keys do not."""
+    q, k, v = make(rows=9, keys=9, dtype=torch.float32)
+    products = []
+    for more in (rule, {**rule, "mask": torch.ones(9, 9, dtype=torch.bool)}):
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: Any, graphs: Any = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compiler.reset()
+        function = torch.compile(attention, fullgraph=True, backend=keep)
+        function("sigmoid", q, k, v, impl="reference", **more)
+        (graph,) = graphs
+        products.append(sum(node.target in (matmul, torch.matmul) for node in graph.graph.nodes))
+    assert products == [2, 3]
 
 
 def test_compiled_reference() -> None:

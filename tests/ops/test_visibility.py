@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reluformer import ATTENTIONS, attention
+from reluformer.ops.hidden import nan_in_bounds, nan_where_seen
 from reluformer.ops.visibility import Visibility, count_visible
 from tests.ops.inputs import (
     assert_same,
@@ -60,6 +61,12 @@ def test_a_key_is_visible_when_every_rule_allows_it(
     assert_same(n.expand(2, 3, rows, 1), expected.sum(-1, keepdim=True).double())
     counted = torch.as_tensor(rules.count(rows, keys, torch.device("cpu")))
     assert_same(counted.expand(2, 3, rows), expected.sum(-1))
+    if mask is None and table is not None:
+        # Without a mask the visible keys are consecutive, and a count finds NaN among them.
+        values = torch.zeros(2, 3, keys, 2).masked_fill(torch.rand(2, 3, keys, 2) > 0.8, torch.nan)
+        bounds = rules.bounds(rows, keys, values.device)
+        found = nan_in_bounds(*bounds, values).expand(2, 3, rows, 2)
+        assert_same(found.isnan(), nan_where_seen(table, values).expand_as(found).isnan())
 
 
 def test_causal_is_aligned_to_the_keys_never_to_their_lengths() -> None:

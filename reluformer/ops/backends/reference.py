@@ -39,7 +39,7 @@ def rectified(call: Call, rule: Rectified, kept: Tensor | None = None) -> Kernel
     with _no_autocast(call.q.device):
         q, k, v = _each_head(call)
         visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
-        v, seen_nan = _screened(v, visible)
+        v, seen_nan = _screened(call, v, visible)
         scores = score(call, q, k, visible)
         weights = hide(rule(scores), visible)
         unnormalised = _unnormalised(scores, rule)
@@ -62,7 +62,7 @@ def _each_head(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
     q, k, v = _each_head(call)
     visible = call.visibility.table(q.shape[2], k.shape[2], q.device)
-    v, seen_nan = _screened(v, visible)
+    v, seen_nan = _screened(call, v, visible)
     if attention.halves:
         first, second = (
             score(call, half_q, half_k, visible, cosine=attention.cosine)
@@ -87,11 +87,17 @@ def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attent
     )
 
 
-def _screened(v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _screened(call: Call, v: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Finite values, and NaN [B, H, Tq, Dv] for rows that see others; None if all are finite."""
     if visible is None or not v.numel() or not hidden.may_be_nonfinite(v):
         return v, None
-    return hidden.finite(v), hidden.nan_where_seen(visible, v).to(v.dtype)
+    if call.visibility.mask is not None:
+        seen = hidden.nan_where_seen(visible, v)
+    else:
+        # Without a mask a row sees consecutive keys, and needs no product of the size of `visible`.
+        bounds = call.visibility.bounds(call.q.shape[2], v.shape[2], v.device)
+        seen = hidden.nan_in_bounds(*bounds, v)
+    return hidden.finite(v), seen.to(v.dtype)
 
 
 def _unnormalised(scores: Scores, weigh: Weigh) -> Tensor | None:
