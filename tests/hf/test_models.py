@@ -14,6 +14,7 @@ from reluformer import ATTENTIONS  # noqa: E402  # after the check for the packa
 from reluformer.errors import UserError  # noqa: E402
 from reluformer.hf import prepare, register, replace_attention_modules  # noqa: E402
 from reluformer.hf.layers import layer_attentions  # noqa: E402
+from reluformer.nn import replace_attention  # noqa: E402
 from tests.hf.families import DECODERS, FAMILIES, build, inputs, tokens  # noqa: E402
 
 
@@ -160,3 +161,10 @@ def test_a_compiled_model_agrees() -> None:
     torch.testing.assert_close(loss, expected)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key], atol=1e-6, rtol=1e-4)
+
+
+def test_the_drop_in_function_replaces_attentions_of_transformers() -> None:
+    model = build("llama", "sdpa")
+    report = replace_attention(model, "normalised_relu", power=2)
+    assert "model.layers.1.self_attn" in str(report)
+    assert [layer.fixed_options for layer in layer_attentions(model)] == [{"power": 2}] * 2
