@@ -26,6 +26,8 @@ SLOW = (
     "tests/fuzz/test_random_damage.py",
     "tests/model/test_learning.py",
     "tests/model/test_transformer.py::test_compiles",
+    "tests/nn/test_core.py::test_compiles",
+    "tests/nn/test_multihead.py::test_compiles",
     "tests/ops/backends/cpu/native/test_library.py",
     "tests/ops/backends/triton/",
     "tests/ops/test_varlen.py",

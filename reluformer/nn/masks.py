@@ -176,7 +176,13 @@ def _contents(mask: Tensor, table: Tensor) -> _Contents:
         return _read(table)
     if torch.cuda.is_current_stream_capturing():
         return unread
+    return _remembered(mask, table)
+
+
+def _remembered(mask: Tensor, table: Tensor) -> _Contents:
+    """Contents of a mask, read once for each version of it."""
     if mask.is_inference():
+        # Tensors of inference mode have no version.
         return _read(table)
     known = _READ.get(mask, None)  # type: ignore[no-untyped-call]
     if known is None or known[0] != mask._version:
