@@ -10,7 +10,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks import language_model, language_model_data  # noqa: E402  # after the checks
+from benchmarks import (  # noqa: E402  # after the checks for the packages
+    language_model,
+    language_model_data,
+    language_model_plot,
+)
 
 
 @pytest.fixture
@@ -44,6 +48,8 @@ def test_a_tiny_training_run(data: Path, tmp_path: Path, attention: str) -> None
     final = result["dev"][-1]
     assert final["step"] == 4 and final["dev_loss"] < 10
     assert ("dead_rows" in final) == (attention != "sdpa")
+    language_model_plot.main([str(out), str(out), "--out", str(tmp_path / "curve.svg")])
+    assert (tmp_path / "curve.svg").stat().st_size > 1000
 
 
 @pytest.mark.slow
