@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL_MODEL = ("width=32", "heads=2", "encoder_layers=1", "decoder_layers=1", "slots=32")
 SMALL_RUN = ("steps=20", "checkpoint_every=10", "dev_every=10", "device=cpu", "batch_tokens=512")
 SMALL = [f"--set model.{pair}" for pair in SMALL_MODEL] + [f"--set train.{p}" for p in SMALL_RUN]
-EXTRA = {"train": " ".join(SMALL), "bench": "--quick"}
+EXTRA = {"train": " ".join(SMALL), "bench": "--quick", "serve": "--port 0"}
 """Options that are added to a command, by its name."""
 TEXT = """
 from reluformer.data.synthetic import sample
@@ -31,6 +31,7 @@ for name, split in (("train", "train"), ("dev", "dev"), ("talk", "test")):
     for side in ("en", "de"):
         text = (folder / f"{split}.{side}").read_text(encoding="utf-8")
         Path(f"{'talk.ref' if (name, side) == ('talk', 'de') else name}.{side}").write_text(text)
+Path("talk.md").write_text("# A title\\n\\nIt costs *three* euros.\\n")
 """
 
 
@@ -51,7 +52,9 @@ def commands() -> list[str]:
 def _with_options(call: str) -> str:
     """The call with the options of `EXTRA`, before any redirection."""
     name = call.split()[1]
-    arguments, *redirections = re.split(r" (?=[<>])", call, maxsplit=1)
+    # A server is interrupted after some seconds, and must then stop with status 0.
+    start = "timeout --preserve-status --signal INT 20 " if name == "serve" else ""
+    arguments, *redirections = re.split(r" (?=[<>])", start + call, maxsplit=1)
     return " ".join([arguments, EXTRA.get(name, ""), *redirections])
 
 
@@ -65,7 +68,7 @@ def install(folder: Path, wheels: Path) -> Path:
     subprocess.run(build, check=True)
     (wheel,) = wheels.glob("reluformer-*.whl")
     subprocess.run([*pinned, "torch"], check=True)
-    subprocess.run([*pinned, f"{wheel}[plots]"], check=True)
+    subprocess.run([*pinned, f"{wheel}[plots,serve]"], check=True)
     return programs
 
 

@@ -1,6 +1,6 @@
 """Translation of a document, sentence by sentence, with the sentences around as context."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -111,6 +111,24 @@ class Document:
             self._targets += targets
             for index, pair in enumerate(zip(lines, targets, strict=True), group.first):
                 yield TranslatedSentence(index, *pair)
+
+    @staticmethod
+    def translate_all(documents: "Sequence[Document]", translator: Translator) -> None:
+        """Translate several documents in common batches; `result` has the translation of each.
+
+        Args:
+            documents: Documents, which are no context for each other.
+            translator: The model.
+        """
+        # Blank lines separate documents.
+        lines = [
+            line for document in documents for line in (*(s.text for s in document.sentences), "")
+        ]
+        targets = iter(translator.lines(lines, together=translator.documents))
+        for document in documents:
+            document._aligner = lambda source, target: align_words(translator, source, target)
+            document._targets = [next(targets) for _ in document.sentences]
+            next(targets)
 
     def result(self) -> str:
         """The translated document.

@@ -79,13 +79,11 @@ class Service:
         """Work that emits the translated texts as one list."""
 
         def work(emit: Emit) -> None:
-            translated = []
-            for text in texts:
-                document = Document(text, format_name, self.source)
-                for sentence in document.translate(self.translator):
-                    self.metrics.count_sentences(1, len(sentence.source))
-                translated.append(document.result())
-            emit(translated)
+            documents = [Document(text, format_name, self.source) for text in texts]
+            Document.translate_all(documents, self.translator)
+            for sentence in (sentence for document in documents for sentence in document.sentences):
+                self.metrics.count_sentences(1, len(sentence.text))
+            emit([document.result() for document in documents])
 
         return work
 

@@ -62,6 +62,16 @@ def test_a_pace_gives_small_groups_first(folder: Path) -> None:
     assert document.result() == "ONE IS HERE. " * 12
 
 
+def test_several_documents_share_batches_and_no_context(folder: Path) -> None:
+    translator = Translator.load(folder)
+    texts = ["The cat sat. It left.", "", "The dog ate."]
+    together, alone = ([Document(text) for text in texts] for _ in range(2))
+    Document.translate_all(together, translator)
+    for document in alone:
+        list(document.translate(translator))
+    assert [d.result() for d in together] == [d.result() for d in alone]
+
+
 def test_a_result_needs_all_sentences(folder: Path) -> None:
     document = Document(TEXT, "markdown")
     with pytest.raises(ValueError, match="0 of 5"):
