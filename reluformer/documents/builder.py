@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from reluformer.documents.passage import Mark, Part, Passage
@@ -13,6 +14,10 @@ _ADDRESS = re.compile(
     r"\b(?:https?://|www\.)[^\s<>()\[\]\"]*[^\s<>()\[\]\".,;:!?'*_]"
     r"|\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,8}"
 )
+
+
+# Elements inside each other; no document needs more.
+_DEEPEST = 64
 
 
 class _Event(NamedTuple):
@@ -86,7 +91,9 @@ class Builder:
     def _passage(
         self, events: Sequence[_Event], pairs: dict[int, int], first: int
     ) -> Iterator[Part]:
-        """White space, a passage and white space; events without a letter are kept.
+        """White space, a passage and white space.
+
+        Events without a letter, and elements that are nested too deeply, are kept.
 
         Args:
             events: Consecutive events.
@@ -94,13 +101,20 @@ class Builder:
             first: Index of the first of `events`.
         """
         literal = "".join(event.literal for event in events)
-        if not any(c.isalpha() for e in events if e.kind == "text" for c in e.visible):
+        has_letters = any(c.isalpha() for e in events if e.kind == "text" for c in e.visible)
+        if not has_letters or _depth(events) > _DEEPEST:
             yield literal
             return
         text, marks = _plain(events, pairs, first)
         yield _edge(events)
         yield Passage(text, marks, **self._settings)
         yield _edge(events[::-1], is_end=True)
+
+
+def _depth(events: Sequence[_Event]) -> int:
+    """Number of elements around the innermost one, itself included."""
+    steps = ({"open": 1, "close": -1}.get(event.kind, 0) for event in events)
+    return max(accumulate(steps), default=0)
 
 
 def _plain(

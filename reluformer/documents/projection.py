@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from reluformer.documents.passage import Mark, Passage
 from reluformer.translation.alignment import find_words
+from reluformer.translation.cancellation import check_cancelled
 
 # White space inside markup is no place for a line break. Unicode reserves these code points for
 # internal use, so that they do not occur in documents.
@@ -98,6 +99,8 @@ class _Writer:
 
     def _range(self, mark: Mark, first: int, end: int) -> tuple[int, int]:
         """Words of the translation that a mark belongs around."""
+        # A hostile document has thousands of marks.
+        check_cancelled()
         if mark.is_verbatim and (copied := self._copied(mark, first, end)):
             return copied
         covered = [

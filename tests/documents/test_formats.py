@@ -275,6 +275,14 @@ def test_hostile_documents_take_linear_time(name: str) -> None:
     assert time.process_time() - start < 20
 
 
+def test_elements_nested_too_deeply_are_kept() -> None:
+    page = "<p>one</p><p>" + "<b>" * 3000 + "deep" + "</b>" * 3000 + "</p>"
+    assert rewrite(page, "html", str.upper) == page.replace("one", "ONE")
+    assert texts("<i>" * 60 + "deep" + "</i>" * 60, "html") == ["deep"]
+    rewrite("*" * 3000 + "a" + "*" * 3000, "markdown")
+    rewrite("> " * 3000 + "a", "markdown")
+
+
 def test_formats_are_known_by_their_endings() -> None:
     assert format_by_name(Path("a/b.MD")) == "markdown"
     assert format_by_name(Path("talk.en")) is None
