@@ -20,6 +20,9 @@ from reluformer.ops.backends.triton.direct import DirectLaunch, direct_launch, h
 # Lengths vary in training; a forgotten launch costs a fraction of a millisecond once.
 _LIMIT = 4096
 
+# Fused multiply-add is Triton's default up to 3.9, which warns that 3.10 turns it off.
+_COMPILATION = {"enable_fp_fusion": True}
+
 Key = tuple[Hashable, ...]
 KeyParts = tuple[Key, Sequence[Tensor | None]]
 """The arguments of `signature`."""
@@ -79,7 +82,7 @@ class Launch:
                 tensors of the same shape and strides), each with the rows of its tiles.
         """
         self.kernel, self.programs = kernel, programs
-        self.scalars, self.options = tuple(scalars), options
+        self.scalars, self.options = tuple(scalars), {**_COMPILATION, **options}
         self.views = [tile_view(tensor, rows) for tensor, rows in described]
         self.direct: DirectLaunch | None = None
         """Set by the first launch, where the C launcher can be called directly."""
@@ -115,7 +118,7 @@ class SizedLaunch:
     """
 
     def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
-        self.kernel, self.options = kernel, options
+        self.kernel, self.options = kernel, {**_COMPILATION, **options}
         self.direct: DirectLaunch | None = None
 
     def __call__(self, programs: int, args: Sequence[Any]) -> None:

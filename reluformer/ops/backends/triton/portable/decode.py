@@ -18,6 +18,7 @@ from reluformer.ops.backends.triton.portable.device import (
     key_range,
     raised,
     rectified,
+    relu,
     row_factor,
     visible,
     visible_count,
@@ -165,7 +166,7 @@ def decode_kernel(
         score = tl.where(seen, score, 0.0)
         if CONFIG.HAS_MASK:
             seen_total += tl.sum(seen.to(tl.int32), 1)
-        exact = raised(tl.maximum(score, 0.0), CONFIG.POWER)
+        exact = raised(relu(score), CONFIG.POWER)
         weight = exact.to(v.dtype.element_ty)
         if CONFIG.POWER == 1:
             weight = rectified(score, v.dtype.element_ty, CONFIG.PTX)

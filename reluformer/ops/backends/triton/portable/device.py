@@ -199,6 +199,12 @@ def raised(x, POWER: tl.constexpr):
 
 
 @triton.jit
+def relu(x):
+    """max(x, 0). NaN stays NaN, which costs nothing: it is a modifier of the GPU's instruction."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
     """max(x, 0) in `dtype`.
 
@@ -214,7 +220,7 @@ def rectified(x, dtype: tl.constexpr, PTX: tl.constexpr):
             "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], tl.float16, is_pure=True, pack=2
         )
     else:
-        result = tl.maximum(x, 0.0).to(dtype)
+        result = relu(x).to(dtype)
     return result
 
 

@@ -27,6 +27,7 @@ from reluformer.ops.backends.triton.portable.device import (
     loop_bounds,
     raised,
     rectified,
+    relu,
     row_factor,
     row_places,
     store_tile,
@@ -100,7 +101,7 @@ def _accumulate_keys(
             # A descriptor also loads rows past the end of the sequence, which may hold NaN.
             v_tile = keep_rows(v_tile, col, seq.end, BLOCK_N)
         if CONFIG.DROPOUT or CONFIG.POWER > 1 or (STATISTICS >= 1 and not PAIRS):
-            weight = raised(tl.maximum(score, 0.0), CONFIG.POWER)  # [BLOCK_M, BLOCK_N]
+            weight = raised(relu(score), CONFIG.POWER)  # [BLOCK_M, BLOCK_N]
             dropped = weight
             if CONFIG.DROPOUT:
                 dropped *= dropout_factor(random, cols[None, :], numbers.dropout)

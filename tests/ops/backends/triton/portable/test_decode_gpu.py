@@ -59,6 +59,17 @@ def test_values_without_weight_are_never_read(queries: int) -> None:
     assert torch.equal(decoded(given, tile), wanted)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("queries", [1, 300])
+def test_a_nan_key_reaches_the_output(queries: int, power: int, dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 300, 64, device="cuda", dtype=dtype).unbind()
+    k[0, 0, 20] = NAN
+    with tuning.override(hopper=False):
+        out = relu_attention(q[:, :, :queries], k, v, power=power, impl="triton")
+    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
 def filled(page_size: int, dtype: torch.dtype, width: int = 64) -> PagedCache:
     """Three sequences of up to 4000 keys in a cache whose unused memory is NaN."""
     lengths = [4000, 1, 777]
