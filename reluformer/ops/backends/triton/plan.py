@@ -15,7 +15,9 @@ def pick_tile(problem: Problem, kernel: tuning.Kernel, *, signs: bool = False) -
     is_padded = problem.optional.key_lengths is not None and kernel != "dkv"
     has_edges = problem.rows_vary or is_padded or settings.dropout_p > 0
     itemsize = problem.q.element_size()
-    return tuning.pick(kernel, problem.width, has_edges, settings.max_k, itemsize, signs)
+    return tuning.pick(
+        kernel, problem.width, has_edges, settings.max_k, itemsize, signs, shared_memory(problem)
+    )
 
 
 def row_config(problem: Problem) -> Config:
@@ -88,6 +90,14 @@ def has_ptx(problem: Problem) -> bool:
     if not problem.q.is_cuda or torch.version.hip is not None or is_interpreting():
         return False
     return torch.cuda.get_device_capability(problem.q.device)[0] >= 9
+
+
+def shared_memory(problem: Problem) -> int:
+    """Bytes of shared memory that one program may have on the GPU of a call."""
+    if not problem.q.is_cuda or torch.version.hip is not None or is_interpreting():
+        return tuning.UNLIMITED
+    properties = torch.cuda.get_device_properties(problem.q.device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def is_interpreting() -> bool:

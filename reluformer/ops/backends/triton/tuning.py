@@ -133,6 +133,28 @@ _SIGNED: dict[tuple[Kernel, int, bool], list[tuple[int, Tile]]] = {
 }
 
 
+UNLIMITED = 1 << 62
+# An A100 has 163 KB of shared memory, an RTX 4090 has 99 KB. Compiled for them, the larger float32
+# tiles and that of dK and dV keep up to 13 KB per thread on the stack.
+_HOPPER = 200_000
+# By (kernel, padded width, bytes per element): the shared memory from which the tiles above are
+# used, and the tile for GPUs with less.
+_SMALL: dict[tuple[Kernel, int, int], tuple[int, Tile]] = {
+    ("forward", 128, 2): (163_840, Tile(128, 64, 8, 2)),
+    ("forward", 256, 2): (147_456, Tile(64, 32, 8, 2)),
+    ("forward", 128, 4): (_HOPPER, Tile(32, 32, 4, 2)),
+    ("forward", 256, 4): (_HOPPER, Tile(32, 16, 4, 1)),
+    ("dkv", 128, 2): (_HOPPER, Tile(64, 64, 4, 2)),
+    ("dkv", 256, 2): (139_264, Tile(32, 32, 4, 2)),
+    ("dkv", 128, 4): (_HOPPER, Tile(32, 32, 4, 1)),
+    ("dkv", 256, 4): (_HOPPER, Tile(16, 16, 4, 1)),
+    ("dq", 128, 2): (131_072, Tile(64, 64, 4, 2)),
+    ("dq", 256, 2): (139_264, Tile(32, 32, 4, 2)),
+    ("dq", 128, 4): (_HOPPER, Tile(32, 32, 4, 1)),
+    ("dq", 256, 4): (_HOPPER, Tile(16, 16, 4, 1)),
+}
+
+
 class Override(NamedTuple):
     """Choices that tests and benchmarks force; hashable, so that it can be part of a key."""
 
@@ -150,7 +172,13 @@ _override = Override((), None, None, None)
 
 
 def pick(
-    kernel: Kernel, width: int, edged: bool, length: int, itemsize: int, signs: bool = False
+    kernel: Kernel,
+    width: int,
+    edged: bool,
+    length: int,
+    itemsize: int,
+    signs: bool = False,
+    shared: int = UNLIMITED,
 ) -> Tile:
     """The tile for a call, or the overriding one.
 
@@ -162,10 +190,15 @@ def pick(
         length: Number of keys; for decoding, of rows that share a key head.
         itemsize: Bytes per element.
         signs: Whether the kernel stores or loads signs of weights.
+        shared: Bytes of shared memory that one program may have.
     """
     for name, tile in _override.tiles:
         if name == kernel:
             return tile
+    if (kernel, width, itemsize) in _SMALL:
+        needed, small = _SMALL[kernel, width, itemsize]
+        if shared < needed:
+            return small
     rows = _rows(kernel, max(width, 64), edged, itemsize, signs)
     return next(tile for limit, tile in rows if length <= limit)
 

@@ -26,11 +26,15 @@ def _spill_limit(name: str) -> int:
     """Number of spill stores that a kernel may have.
 
     Decoding and kernels with a single loop do not spill. A second loop, which most tiles skip, may
-    take a tenth of the 240 registers of a thread from the code around it. With Triton
-    3.9 the widest kernel was measured to spill up to 69 times; the cause is not known.
+    take a tenth of the 240 registers of a thread from the code around it. The widest kernel spills
+    more: 48 stores at power 8 with Triton 3.6. Triton 3.9 calls its assembler with
+    `--regAllocOptLevel=2`, which makes them 80 (32 with level 4).
     """
-    if versions.installed() > (3, 6) and name.startswith("hopper_dkv_kernel width 128"):
-        return 72
+    if name.startswith("hopper_dkv_kernel width 128"):
+        if versions.installed() > (3, 6):
+            return 84
+        if "causal True, power" in name:
+            return 52
     if name.startswith(("decode", "append")) or not any(word in name for word in TWO_LOOPS):
         return 0
     return 24
@@ -79,17 +83,25 @@ def test_hopper_code() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "widths", "shared"),
-    # A100; RTX 4090, whose shared memory is too small for the tiles of width 128.
-    [("80", "64,128", 163 * 1024), ("89", "64", 99 * 1024)],
+    ("capability", "widths", "dtype"),
+    # An A100 and an RTX 4090, which has less shared memory.
+    [
+        ("80", "128", "bfloat16"),
+        ("89", "128", "bfloat16"),
+        pytest.param("80", "16,64,256", "bfloat16", marks=pytest.mark.release),
+        pytest.param("89", "16,64,256", "bfloat16", marks=pytest.mark.release),
+        pytest.param("80", "16,64,128,256", "float32", marks=pytest.mark.release),
+        pytest.param("89", "16,64,128,256", "float32", marks=pytest.mark.release),
+    ],
 )
-def test_code_for_older_gpus(capability: str, widths: str, shared: int) -> None:
-    kernels = _script("compile_for_ampere.py", capability, widths)
+def test_code_for_older_gpus(capability: str, widths: str, dtype: str) -> None:
+    kernels = _script("compile_for_ampere.py", capability, widths, dtype)
     assert {name.split()[0] for name in kernels} == PORTABLE
     for name, code in kernels.items():
-        assert code["shared"] <= shared, name
+        assert code["shared"] <= code["available"], name
         # A multiprocessor has 65,536 registers.
         assert code["registers"] * code["threads"] <= 65536, name
+        assert code["stack"] <= 1100, name
 
 
 @pytest.mark.slow
