@@ -4,7 +4,8 @@
     python -m benchmarks.agreement --device cuda --cases 500 --processes 15 --out agreement.json
 
 A third of the cases hold NaN or infinity in a key and its value; rows that see the key are left
-out. The table gives the worst errors of output and gradients, relative to the largest exact number.
+out. The table gives the worst errors of the output, of the gradients of q, k and v, and of those of
+learned numbers, relative to the largest exact number of a tensor.
 On a GPU the cases are drawn from a limited number of compiled variants, and one process compiles
 and runs all cases of a variant.
 """
@@ -48,8 +49,9 @@ _FIRST_VARIANT, VARIANTS = 4060, 90
 # Keys of a variant: one tile of the tables in `tuning`, and lengths that no tile divides.
 _LENGTHS = ((33, 64), (129, 256), (257, 512), (513, 1500))
 
-Errors = tuple[float, float]
-"""Largest error of the output and of the gradients."""
+ERRORS = ("output", "gradients", "learned")
+"""Output; gradients of q, k and v; gradients of threshold and gamma, whose terms may cancel."""
+Errors = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -216,13 +218,13 @@ def _to(tensor: Tensor | None, device: str) -> Tensor | None:
 
 
 def worst_error(case: Case, way: str, device: str = "cpu") -> Errors:
-    """Largest error of the output and of the gradients."""
+    """Largest errors, see `ERRORS`."""
     exact = run(case, "reference", torch.float64, 0.0, device)
     fill = (torch.nan, torch.inf, -torch.inf)[case.seed % 3]
     with path(way):
         results = run(case, WAYS[way], DTYPES[case.dtype], fill, device)
     errors = [_error(one, other) for one, other in zip(results, exact, strict=True)]
-    return errors[0], max(errors[1:])
+    return errors[0], max(errors[1:4]), max(errors[4:], default=0.0)
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
@@ -266,10 +268,9 @@ def summary(results: Iterable[Result]) -> dict[str, Any]:
                 continue
             key = (case.dtype, case.power, way)
             new = dict(zip(("dtype", "power", "way"), key, strict=True))
-            row = rows.setdefault(key, {**new, "cases": 0, "output": 0.0, "gradients": 0.0})
+            row = rows.setdefault(key, {**new, "cases": 0, **dict.fromkeys(ERRORS, 0.0)})
             row["cases"] += 1
-            row["output"] = max(row["output"], error[0])
-            row["gradients"] = max(row["gradients"], error[1])
+            row |= {name: max(row[name], e) for name, e in zip(ERRORS, error, strict=True)}
             worst.append({"seed": case.seed, "way": way, "errors": error, "dtype": case.dtype})
     worst.sort(key=lambda entry: -max(entry["errors"]))
     return {"rows": [rows[key] for key in sorted(rows)], "failures": failures, "worst": worst[:20]}
@@ -279,17 +280,16 @@ def table(rows: list[dict[str, Any]], ways: Iterable[str]) -> str:
     """The rows as Markdown, one line for each dtype and power."""
     ways = list(ways)
     lines = [
-        "| dtype | power | " + " | ".join(f"{way}: cases | output | gradients" for way in ways),
-        "|---" * (2 + 3 * len(ways)),
+        "| dtype | power | " + " | ".join(f"{way}: cases | {' | '.join(ERRORS)}" for way in ways),
+        "|---" * (2 + 4 * len(ways)),
     ]
     by_key = {(row["dtype"], row["power"], row["way"]): row for row in rows}
     for dtype, power in sorted({key[:2] for key in by_key}):
         cells: list[str] = []
         for way in ways:
             row = by_key.get((dtype, power, way))
-            cells += ["-"] * 3 if row is None else [
-                str(row["cases"]), f"{row['output']:.1e}", f"{row['gradients']:.1e}"
-            ]  # fmt: skip
+            cells.append("-" if row is None else str(row["cases"]))
+            cells += ["-" if row is None else f"{row[name]:.1e}" for name in ERRORS]
         lines.append(f"| {dtype} | {power} | " + " | ".join(cells))
     return "\n".join(line + " |" for line in lines)
 
