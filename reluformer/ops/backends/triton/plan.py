@@ -94,10 +94,11 @@ def has_ptx(problem: Problem) -> bool:
 
 def shared_memory(problem: Problem) -> int:
     """Bytes of shared memory that one program may have on the GPU of a call."""
-    if not problem.q.is_cuda or torch.version.hip is not None or is_interpreting():
+    if not problem.q.is_cuda or is_interpreting():
         return tuning.UNLIMITED
     properties = torch.cuda.get_device_properties(problem.q.device)
-    return int(properties.shared_memory_per_block_optin)
+    # AMD GPUs do not report it.
+    return getattr(properties, "shared_memory_per_block_optin", tuning.UNLIMITED)
 
 
 def is_interpreting() -> bool:
