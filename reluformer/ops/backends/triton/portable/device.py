@@ -201,8 +201,8 @@ def raised(x, POWER: tl.constexpr):
 @triton.jit
 def relu(x):
     """max(x, 0); NaN stays NaN."""
-    # Costs nothing: `.NAN` is a modifier of the GPU's instruction. Without it NaN becomes 0, on GPUs
-    # and, since Triton 3.8, in the interpreter.
+    # Costs nothing: `.NAN` is a modifier of the GPU's instruction. Without it NaN becomes 0 on a
+    # GPU and, since Triton 3.8, in the interpreter.
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
