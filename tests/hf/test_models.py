@@ -1,5 +1,6 @@
 """Creating, saving, loading and changing transformers models with our attentions."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -168,3 +169,27 @@ def test_the_drop_in_function_replaces_attentions_of_transformers() -> None:
     report = replace_attention(model, "normalised_relu", power=2)
     assert "model.layers.1.self_attn" in str(report)
     assert [layer.fixed_options for layer in layer_attentions(model)] == [{"power": 2}] * 2
+
+
+def test_both_halves_of_a_composite_model_load_with_their_attention(tmp_path: Path) -> None:
+    encoder, decoder = (FAMILIES[name].config() for name in ("bert", "gpt2"))
+    decoder.is_decoder = decoder.add_cross_attention = True
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    auto = transformers.AutoModelForSeq2SeqLM
+    model = auto.from_config(config, attn_implementation="normalised_relu").eval()
+    assert len(layer_attentions(model)) == 6
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path)
+    halves = (loaded, loaded.encoder, loaded.decoder)
+    assert {half.config._attn_implementation for half in halves} == {"normalised_relu"}
+    arguments = {"input_ids": tokens(1, 5), "decoder_input_ids": tokens(1, 4, seed=1)}
+    torch.testing.assert_close(loaded.eval()(**arguments).logits, model(**arguments).logits)
+
+
+def test_copies_have_their_own_gates() -> None:
+    model = build("llama", "gated")
+    copied, ids = copy.deepcopy(model), tokens(1, 5)
+    assert torch.equal(copied(ids).logits, model(ids).logits)
+    torch.nn.init.constant_(layer_attentions(copied)[0].gate_projection.bias, -9.0)
+    assert not torch.allclose(copied(ids).logits, model(ids).logits)
