@@ -31,9 +31,9 @@ def register() -> tuple[str, ...]:
     """Register every attention of the family with transformers; `import reluformer.hf` does so.
 
     Afterwards `attn_implementation="relu"` works in `from_config`, `from_pretrained` and
-    `set_attn_implementation`, with the names of `reluformer.ATTENTIONS`. Three methods of
-    transformers are wrapped: models get the attention that they name when they are created,
-    and saved configurations name it.
+    `set_attn_implementation`, with the names of `reluformer.ATTENTIONS`. Methods of
+    `PreTrainedModel` and `PreTrainedConfig` are wrapped: models get the learned options of their
+    attention when they are created, and saved configurations name it.
 
     Returns:
         The registered names.
@@ -41,7 +41,7 @@ def register() -> tuple[str, ...]:
     for name in ATTENTIONS:
         AttentionInterface.register(name, attend_module)
         AttentionMaskInterface.register(name, attention_mask)
-    if not hasattr(PreTrainedModel.post_init, "__wrapped__"):
+    if not getattr(PreTrainedModel.post_init, "is_wrapped_by_reluformer", False):
         _wrap_models()
         _wrap_configurations()
         _register_model_types()
@@ -83,6 +83,7 @@ def _wrap_models() -> None:
         set_implementation(self, *arguments, **options)
         prepare(self)
 
+    post_init_with_options.is_wrapped_by_reluformer = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init_with_options
     PreTrainedModel._initialize_weights = initialize_with_options
     PreTrainedModel.set_attn_implementation = set_implementation_with_options
