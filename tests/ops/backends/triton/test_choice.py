@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from reluformer.ops.backends.triton import backward_choice, launch, run_backward, tuning
+from reluformer.ops.backends.triton import backward_choice, launch, plan, run_backward, tuning
 from reluformer.ops.backends.triton.hopper import launch_backward, launch_forward
 from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from tests.ops.backends.triton.problems import with_changes
@@ -132,3 +132,24 @@ def test_override_forces_or_forbids_hopper() -> None:
         assert launch_forward.should_use(small, 0, out)
     with tuning.override(tma=True, hopper=False):
         assert not launch_forward.should_use(problem(64, 4096), 0, out)
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected"),
+    # H200; A100, where only dK and dV need another tile; RTX 4090.
+    [(227, (False, False, False)), (163, (False, True, False)), (99, (True, True, True))],
+)
+def test_smaller_tiles_where_shared_memory_is_small(
+    shared: int, expected: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, kernels = problem(128, 4096), ("forward", "dkv", "dq")
+    usual = [plan.pick_tile(call, kernel) for kernel in kernels]
+    narrow = [plan.pick_tile(problem(64, 4096), kernel) for kernel in kernels]
+    monkeypatch.setattr(plan, "shared_memory", lambda problem: shared * 1024)
+    tiles = [plan.pick_tile(call, kernel) for kernel in kernels]
+    assert tuple(one != other for one, other in zip(tiles, usual, strict=True)) == expected
+    assert all(
+        one.queries * one.keys <= other.queries * other.keys
+        for one, other in zip(tiles, usual, strict=True)
+    )
+    assert [plan.pick_tile(problem(64, 4096), kernel) for kernel in kernels] == narrow
