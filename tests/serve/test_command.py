@@ -5,7 +5,6 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,43 +54,37 @@ def test_a_client_of_libretranslate_works_and_an_interrupt_stops(folder: Path) -
         server.stop()
 
 
-@pytest.fixture(scope="module")
-def slow_server(folder: Path) -> Iterator[Server]:
-    with upper_case_server(folder, delay=0.5) as server:
-        yield server
-
-
 @pytest.mark.parametrize("path", ["/translate", "/stream"])
-def test_a_closed_connection_stops_the_work(slow_server: Server, path: str) -> None:
-    cancelled = get(f"{slow_server.url}/metrics").split("reluformer_cancelled_total ")[-1]
+def test_a_closed_connection_stops_the_work(server: Server, path: str) -> None:
+    cancelled = get(f"{server.url}/metrics").split("reluformer_cancelled_total ")[-1]
     before = int(cancelled.split()[0])
-    connection = send(slow_server, path, {"q": "One here. " * 100})
-    wait_until_metrics_have(slow_server, 'reluformer_jobs{state="running"} 1')
+    connection = send(server, path, {"q": "One here. " * 100})
+    wait_until_metrics_have(server, 'reluformer_jobs{state="running"} 1')
     connection.close()
     start = time.monotonic()
-    wait_until_metrics_have(slow_server, f"reluformer_cancelled_total {before + 1}")
-    wait_until_metrics_have(slow_server, 'reluformer_jobs{state="running"} 0')
+    wait_until_metrics_have(server, f"reluformer_cancelled_total {before + 1}")
+    wait_until_metrics_have(server, 'reluformer_jobs{state="running"} 0')
     assert time.monotonic() - start < 3
 
 
-def test_a_large_body_gets_its_answer(slow_server: Server) -> None:
-    connection = send(slow_server, "/translate", {"q": "x" * 10_000_000})
+def test_a_large_body_gets_its_answer(server: Server) -> None:
+    connection = send(server, "/translate", {"q": "x" * 10_000_000})
     answer = b""
     while chunk := connection.recv(65536):
         answer += chunk
     assert answer.startswith(b"HTTP/1.1 413 ") and b'{"error":' in answer
 
 
-def test_random_bytes_do_not_disturb(slow_server: Server) -> None:
+def test_random_bytes_do_not_disturb(server: Server) -> None:
     for junk in (
         b"\0" * 100,
         b"GET / HTTP/9.9\r\n\r\n",
         b"A" * 100_000,
         b"POST /translate HTTP/1.1\r\n\r\n",
     ):
-        with socket.create_connection(("127.0.0.1", slow_server.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(junk)
-    assert json.loads(get(f"{slow_server.url}/health")) == {"status": "ok"}
+    assert json.loads(get(f"{server.url}/health")) == {"status": "ok"}
 
 
 def test_a_termination_lets_requests_finish(folder: Path) -> None:
@@ -106,7 +99,7 @@ def test_a_termination_lets_requests_finish(folder: Path) -> None:
         server.process.wait(10)
 
 
-def test_a_port_in_use_is_one_sentence(slow_server: Server, folder: Path) -> None:
-    options = ["serve", "--model", str(folder), "--port", str(slow_server.port)]
+def test_a_port_in_use_is_one_sentence(server: Server, folder: Path) -> None:
+    options = ["serve", "--model", str(folder), "--port", str(server.port)]
     done = CliRunner().invoke(app, options)
     assert done.exit_code == 2 and "cannot be used" in done.output

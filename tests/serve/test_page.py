@@ -32,12 +32,6 @@ TEXT = "The committee met on Tuesday. It has approved the report.\n\nThe next me
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with upper_case_server(folder, delay=0.05) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
