@@ -42,9 +42,9 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return shape[:, None] * colour + 0.2 * noise, label
 
 
-def build(attention: str) -> nn.Module:
+def build(attention: str, seed: int) -> nn.Module:
     """A ViT of 3 layers of width 64 on patches of 4 x 4 pixels."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: nn.Module = timm.models.VisionTransformer(
         img_size=SIZE,
         patch_size=4,
@@ -59,9 +59,9 @@ def build(attention: str) -> nn.Module:
     return model
 
 
-def train(attention: str, steps: int) -> tuple[float, float]:
+def train(attention: str, steps: int, seed: int) -> tuple[float, float]:
     """Train a model, and return its validation loss in nats and its accuracy."""
-    model, generator = build(attention), torch.Generator().manual_seed(0)
+    model, generator = build(attention, seed), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     for _ in range(steps):
@@ -72,7 +72,7 @@ def train(attention: str, steps: int) -> tuple[float, float]:
         optimizer.step()
         schedule.step()
     model.eval()
-    pictures, labels = images(500, torch.Generator().manual_seed(1))
+    pictures, labels = images(500, torch.Generator().manual_seed(1000))
     with torch.no_grad():
         logits = model(pictures)
     accuracy = (logits.argmax(dim=-1) == labels).float().mean().item()
@@ -82,9 +82,10 @@ def train(attention: str, steps: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
-    steps = parser.parse_args().steps
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
     for attention in ("softmax", "normalised_relu"):
-        loss, accuracy = train(attention, steps)
+        loss, accuracy = train(attention, arguments.steps, arguments.seed)
         print(f"{attention:16} validation loss {loss:.3f} nats, accuracy {accuracy:.3f}")
 
 

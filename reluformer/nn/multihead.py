@@ -228,8 +228,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         extra_k, extra_v = [], []
         shape = (sizes.batch, self.num_heads, 1, self.head_dim)
         if self.bias_k is not None and self.bias_v is not None:
-            extra_k.append(self.bias_k.view(1, *shape[1:]).expand(shape))
-            extra_v.append(self.bias_v.view(1, *shape[1:]).expand(shape))
+            # Under autocast the keys have another dtype than the parameters.
+            extra_k.append(self.bias_k.to(k.dtype).view(1, *shape[1:]).expand(shape))
+            extra_v.append(self.bias_v.to(v.dtype).view(1, *shape[1:]).expand(shape))
         if self.add_zero_attn:
             extra_k.append(k.new_zeros(shape))
             extra_v.append(v.new_zeros(shape))

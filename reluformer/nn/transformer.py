@@ -271,7 +271,9 @@ def convert_attentions(
             converted.append(name)
         elif type(module) is nn.TransformerEncoderLayer:
             module.__class__ = TransformerEncoderLayer
-        elif type(module) is nn.TransformerEncoder:
-            module.__class__ = TransformerEncoder
+        elif isinstance(module, nn.TransformerEncoder):
+            # Subclasses keep their code, and their nested tensors would not be accepted.
             module.use_nested_tensor = False
+            if type(module) is nn.TransformerEncoder:
+                module.__class__ = TransformerEncoder
     return tuple(converted)

@@ -163,6 +163,25 @@ def test_scale_of_the_losses(scale: float | Tensor) -> None:
         set_row_loss_scale(nn.Linear(2, 2), 1.0)
 
 
+def test_gradients_of_single_examples_by_vmap() -> None:
+    module = core(**LOSSES)
+    q, k, v = make(batch=3)
+    parameters = dict(module.named_parameters())
+
+    def loss(values: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        batch = tuple(each[None] for each in inputs)
+        total: Tensor = torch.func.functional_call(module, values, batch)[0].square().sum()
+        return total
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0))(parameters, q, k, v)
+    for index in range(3):
+        expected = torch.autograd.grad(
+            loss(parameters, q[index], k[index], v[index]), list(parameters.values())
+        )
+        found = tuple(grads[name][index] for name in parameters)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_adds_the_loss_once(use_reentrant: bool) -> None:
     q, k, v = make(requires_grad=True)

@@ -257,6 +257,21 @@ def test_dropout_is_off_in_evaluation() -> None:
     assert_same(layer(x, x, x), layer(x, x, x))
 
 
+@pytest.mark.parametrize("kind", ["normalised_relu", "softmax"])
+def test_autocast_computes_in_half_precision(kind: str) -> None:
+    layer = MultiheadAttention(WIDTH, 2, add_bias_kv=True, attention=kind)
+    x = torch.randn(4, 2, WIDTH)
+    bias = torch.randn(4, 4)
+    expected, weights = layer(x, x, x, attn_mask=bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, half = layer(x, x, x, attn_mask=bias)
+        output.float().square().sum().backward()
+    assert output.dtype == half.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(half.float(), weights, rtol=0.05, atol=0.02)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
 def test_padding_of_self_attention_is_left_out_of_the_loss() -> None:
     layer = MultiheadAttention(WIDTH, 2, batch_first=True, attention_options={"row_loss": 1.0})
     x = torch.randn(1, 4, WIDTH)

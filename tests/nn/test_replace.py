@@ -99,6 +99,30 @@ def test_softmax_in_place_of_softmax_changes_nothing(grad: str) -> None:
     assert len(calls) == 3
 
 
+class MyLayer(nn.TransformerEncoderLayer):
+    pass
+
+
+class MyEncoder(nn.TransformerEncoder):
+    pass
+
+
+@torch.inference_mode()
+def test_subclasses_of_torch_layers_do_not_take_the_fast_path() -> None:
+    network = MyEncoder(MyLayer(12, 2, 16, batch_first=True), 1).eval()
+    x = torch.randn(2, 5, 12)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+    calls: list[Any] = []
+    replace_attention(network, "softmax")
+    expected = network(x, src_key_padding_mask=padding)
+    replace_attention(network, "relu", gamma=0.01)
+    output = network(x, src_key_padding_mask=padding)
+    assert not torch.allclose(output, expected, atol=1e-2)
+    network.layers[0].self_attn.core.register_forward_hook(lambda *a: calls.append(a))
+    network(x, src_key_padding_mask=padding)
+    assert calls and type(network) is MyEncoder
+
+
 def test_own_modules_that_call_sdpa() -> None:
     module = SelfAttention()
     x = torch.randn(2, 5, 12)
