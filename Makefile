@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 # Faster CPU kernels. Without a C++ compiler this prints one line and the Python tiles are used.
-$(KERNELS): $(READY) $(wildcard reluformer/ops/backends/cpu/native/*)
+$(KERNELS): $(READY) $(wildcard reluformer/ops/backends/cpu/native/* reluformer/ops/backends/cpu/native/decoder/*)
 	$(BIN)/python -m reluformer.ops.backends.cpu.native || true
 	touch $@
 

@@ -156,6 +156,7 @@ def declare(library: ctypes.CDLL) -> None:
         "search_counts": (None, c_void_p, POINTER(Counts)),
         "decoder_new": (c_void_p, c_void_p, POINTER(Task)),
         "decoder_free": (None, c_void_p),
+        "seconds_to_read": (c_double, c_int64, c_int64, c_int64),
         "decoder_step": (c_int64, c_void_p, POINTER(Row), c_int64, c_void_p, c_void_p),
     }
     for name, (result, *arguments) in signatures.items():

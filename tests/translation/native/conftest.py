@@ -1,5 +1,7 @@
 """The native library, built once for all workers where the user's cache does not have it."""
 
+from functools import cache
+
 import pytest
 
 from reluformer.errors import UserError
@@ -21,5 +23,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> library.Kernels:
 @pytest.fixture(autouse=True)
 def native(kernels: library.Kernels, monkeypatch: pytest.MonkeyPatch) -> library.Kernels:
     """The library is built, as far as the package can see."""
-    monkeypatch.setattr(library, "load", lambda: kernels)
+    # `build` clears the cache of `load`.
+    monkeypatch.setattr(library, "load", cache(lambda: kernels))
     return kernels

@@ -82,4 +82,28 @@ int64_t decoder_step(Decoder* decoder, const Row* rows, int64_t count, float* lo
   return count;
 }
 
+// Shortest of `repeats` times in seconds to read memory like that of the weights: the least time of a
+// step that reads this many bytes.
+double seconds_to_read(int64_t bytes, int64_t threads, int64_t repeats) {
+  Arena arena;
+  char* start = arena.take<char>(bytes);
+  memset(start, 1, bytes);
+  double best = INFINITE;
+  for (int64_t i = 0; i < repeats; i++) {
+    double before = omp_get_wtime();
+    int64_t blocks = bytes / (4 * int64_t(sizeof(ints))), kept = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : kept)
+    for (int64_t part = 0; part < threads; part++) {
+      // Four sums, because one would wait for the result of the addition before.
+      ints sums[4] = {};
+      for (int64_t b = blocks * part / threads; b < blocks * (part + 1) / threads; b++)
+        for (int v = 0; v < 4; v++) sums[v] += (ints)load(start + (b * 4 + v) * sizeof(ints));
+      kept += (sums[0] + sums[1] + sums[2] + sums[3])[0];
+    }
+    // The sum is used, so that the compiler does not remove the loop.
+    best = std::min(best, omp_get_wtime() - before + (kept == 1 ? 1e-12 : 0));
+  }
+  return best;
+}
+
 }  // extern "C"
