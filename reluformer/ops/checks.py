@@ -16,8 +16,8 @@ from reluformer.ops.stats import SumsLevel
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-MOST_WINDOW = 2**30
-"""Kernels add positions to the window, in 32 bits on a GPU."""
+MOST_KEYS = 2**30
+"""Largest window: kernels add positions to it, in 32 bits on a GPU."""
 SUMS = (None, *get_args(SumsLevel))
 
 
@@ -105,8 +105,8 @@ def _check_visibility(call: Call) -> None:
         raise UserError(f"causal must be True or False, got {quote(rules.causal)}")
     if rules.window is not None and (type(rules.window) is not int or rules.window < 1):
         raise UserError(f"window must be a whole number of at least 1, got {quote(rules.window)}")
-    if rules.window is not None and rules.window > MOST_WINDOW:
-        raise UserError(f"window must be at most {MOST_WINDOW}, got {quote(rules.window)}")
+    if rules.window is not None and rules.window > MOST_KEYS:
+        raise UserError(f"window must be at most {MOST_KEYS}, got {quote(rules.window)}")
 
 
 def _check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str, str]) -> None:

@@ -7,12 +7,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.ops.api import attend, scale_or_default
 from reluformer.ops.backends import fused, registry
+from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.backends.triton import op as triton
 from reluformer.ops.call import AttentionResult, Call, Packing
-from reluformer.ops.checks import INTS, check_attention
+from reluformer.ops.checks import INTS, MOST_KEYS, check_attention
 from reluformer.ops.family.table import ATTENTIONS
 from reluformer.ops.gate import check_call, resolve_call
 from reluformer.ops.stats import RowSums, SumsLevel, row_sums
@@ -91,7 +92,8 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
             for each sequence, which reads the boundaries on the host. "auto" takes Triton on a GPU
             if it supports the call, and otherwise the fastest backend for each sequence.
         return_sums: "row_sum" or "entropy" also returns `RowSums`, each field [N, H].
-        check: Also check the contents of the boundaries, which synchronises with a GPU.
+        check: Also check the contents of the boundaries, which synchronises with a GPU; on a CPU
+            they are always checked.
 
     Returns:
         The output [N, H, Dv]; with `return_sums` an `AttentionResult` whose `sums` are set.
@@ -114,7 +116,7 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
     )
     _check(call, options)
     call, options = resolve_call(call, options)
-    if check:
+    if check or (q.device.type == "cpu" and is_untraced(packing.cu_q)):
         _check_boundaries(call)
     if _use_triton(call, options, impl):
         result = _packed(call, options)
@@ -223,8 +225,10 @@ def _check(call: Call, options: Mapping[str, Any]) -> None:
             f"cu_seq_q and cu_seq_k must hold B + 1 boundaries each for B >= 1, got {sizes}"
         )
     for name, size in (("max_q", call.packing.max_q), ("max_k", call.packing.max_k)):
-        if not isinstance(size, int) or size < 0:
-            raise UserError(f"{name} must be a whole number of at least 0, got {size!r}")
+        if type(size) is not int or not 0 <= size <= MOST_KEYS:
+            raise UserError(
+                f"{name} must be a whole number from 0 to {MOST_KEYS}, got {quote(size)}"
+            )
 
 
 def _check_boundaries(call: Call) -> None:
