@@ -47,8 +47,8 @@ def tokenize(text: str) -> Iterator[Token]:
     """
     position = 0
     while position < len(text):
-        found = _MARKUP.search(text, position)
-        start = found.start() if found else len(text)
+        markup = _MARKUP.search(text, position)
+        start = markup.start() if markup else len(text)
         if start > position:
             yield Token("text", text[position:start])
         if start == len(text):
@@ -91,7 +91,7 @@ def parse_html(text: str) -> list[Part]:
         token = tokens[index]
         end = _verbatim_end(token, index, closings)
         if end > index:
-            literal = "".join(each.literal for each in tokens[index:end])
+            literal = "".join(inner.literal for inner in tokens[index:end])
             if token.name in INLINE | _INLINE_VERBATIM | _EMPTY:
                 shown = (html.unescape(t.literal) for t in tokens[index:end] if t.kind == "text")
                 builder.verbatim(literal, "".join(shown))

@@ -138,9 +138,9 @@ class _Writer:
         visible = self.passage.text[mark.start : mark.end]
         place = mark.start * len(self.target) / len(self.passage.text)
         copies = [
-            found.start()
-            for found in re.finditer(re.escape(visible), self.target, re.IGNORECASE)
-            if visible and found.start() not in self._used
+            copy.start()
+            for copy in re.finditer(re.escape(visible), self.target, re.IGNORECASE)
+            if visible and copy.start() not in self._used
         ]
         for start in sorted(copies, key=lambda start: abs(start - place)):
             stop = start + len(visible)

@@ -61,14 +61,14 @@ class Application:
         """Translate a text or a list of texts."""
         fields = await read_fields(request, self.limits)
         service = self.service
-        asked = read_translation(fields, self.limits, service.source, service.target)
-        texts = await self._result(request, service.translate(asked.texts, asked.format_name))
-        answer: dict[str, Any] = {"translatedText": texts if asked.is_list else texts[0]}
-        if asked.source == "auto":
+        wanted = read_translation(fields, self.limits, service.source, service.target)
+        texts = await self._result(request, service.translate(wanted.texts, wanted.format_name))
+        answer: dict[str, Any] = {"translatedText": texts if wanted.is_list else texts[0]}
+        if wanted.source == "auto":
             detected = self._detected()
-            answer["detectedLanguage"] = [detected] * len(texts) if asked.is_list else detected
-        if asked.alternatives:
-            answer["alternatives"] = [[] for _ in texts] if asked.is_list else []
+            answer["detectedLanguage"] = [detected] * len(texts) if wanted.is_list else detected
+        if wanted.alternatives:
+            answer["alternatives"] = [[] for _ in texts] if wanted.is_list else []
         return JSONResponse(answer)
 
     async def detect(self, request: Request) -> Response:
@@ -82,10 +82,10 @@ class Application:
         """Translate a document; each line of the answer is one event as JSON."""
         fields = await read_fields(request, self.limits)
         service = self.service
-        asked = read_translation(fields, self.limits, service.source, service.target)
-        if asked.is_list:
+        wanted = read_translation(fields, self.limits, service.source, service.target)
+        if wanted.is_list:
             raise Refused(400, "q must be a text")
-        events = self._events(request, service.stream(asked.texts[0], asked.format_name))
+        events = self._events(request, service.stream(wanted.texts[0], wanted.format_name))
         # A full queue is answered before the stream begins.
         first = await anext(events)
         return StreamingResponse(_lines(first, events), media_type="application/x-ndjson")
