@@ -114,10 +114,25 @@ class _Writer:
                 for word in range(first, end)
                 if covered[0] <= self.alignment[word] <= covered[-1]
             ]
+            if inside and mark.is_verbatim:
+                return _longest_run(inside, 0)
             if inside:
-                return _longest_run(inside, 0 if mark.is_verbatim else _GAP)
+                return self._trimmed(mark, *_longest_run(inside, _GAP))
         place = self._empty_place(mark, first, end)
         return place, place
+
+    def _trimmed(self, mark: Mark, first: int, end: int) -> tuple[int, int]:
+        """The range without punctuation at its ends, if the original has none there.
+
+        Markdown does not read `*` between a letter and a full stop as an opening.
+        """
+        content = self.passage.text[mark.start : mark.end].strip()
+        is_word = [self.target[self.words[word][0]].isalnum() for word in range(first, end)]
+        if not any(is_word):
+            return first, end
+        low = is_word.index(True) if content[:1].isalnum() else 0
+        high = is_word[::-1].index(True) if content[-1:].isalnum() else 0
+        return first + low, end - high
 
     def _empty_place(self, mark: Mark, first: int, end: int) -> int:
         """Place of a mark without words: behind the translation of the word before it."""
@@ -157,6 +172,7 @@ class _Writer:
     def _text(self, placed: list[_Placed], start: int, end: int) -> str:
         """Characters [start, end) of the translation with marks."""
         written, escape = [], self.passage.escape
+        before: Mark | None = None
         for mark, inner, first, last in placed:
             has_words = first < last
             low = min(max(self._start(mark, first, has_words), start), end)
@@ -165,6 +181,9 @@ class _Writer:
             opening, closing = mark.opening.translate(_HIDE), mark.closing.translate(_HIDE)
             if mark.is_verbatim:
                 needs_space = not has_words and mark.end > mark.start
+                # Two pieces of code that came together would be read as one.
+                if before and low == start and before.is_verbatim and before.end < mark.start:
+                    written.append(" " * (not written[-1].endswith(" ")))
                 is_last = low == len(self.target)
                 written.append(" " * (needs_space and is_last and low > 0) + opening)
                 written.append(" " * (needs_space and not is_last))
@@ -173,7 +192,7 @@ class _Writer:
                 # Delimiters such as "**" around nothing would be other markup.
                 if inside or mark.opening != mark.closing:
                     written += [opening, inside, closing]
-            start = high
+            start, before = high, mark
         return "".join([*written, escape(self.target[start:end])])
 
     def _start(self, mark: Mark, first: int, has_words: bool) -> int:

@@ -107,7 +107,7 @@ class Document:
             lines = [sentence.text for sentence in self.sentences[group.context : group.end]]
             translated = translator.lines(lines, together=translator.documents)
             new = group.first - group.context
-            lines, targets = lines[new:], translated[new:]
+            lines, targets = lines[new:], [target.strip() for target in translated[new:]]
             self._targets += targets
             for index, pair in enumerate(zip(lines, targets, strict=True), group.first):
                 yield TranslatedSentence(index, *pair)
@@ -127,7 +127,7 @@ class Document:
         targets = iter(translator.lines(lines, together=translator.documents))
         for document in documents:
             document._aligner = lambda source, target: align_words(translator, source, target)
-            document._targets = [next(targets) for _ in document.sentences]
+            document._targets = [next(targets).strip() for _ in document.sentences]
             next(targets)
 
     def result(self) -> str:

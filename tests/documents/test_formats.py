@@ -101,6 +101,19 @@ def test_marks_inside_words_stay_inside_copied_words() -> None:
     assert written == "nicht H<sub>2</sub>O Wasser ist das <b>H</b><i>2</i> ."
 
 
+def test_marks_that_come_together_stay_apart() -> None:
+    (passage,) = (
+        p for p in parse("See `a b` or `c d` *now*.", "markdown") if isinstance(p, Passage)
+    )
+    now = len(find_words(passage.text)) - 2
+    written = project(passage, ". x y z", [now, now, now, 0])
+    assert "*x y*" in written
+    for target in ("", "z", "z z", ". x y z"):
+        for word in range(now + 2):
+            written = project(passage, target, [word] * len(find_words(target)))
+            assert "`a b`" in written and "`c d`" in written and "``" not in written
+
+
 def test_subtitles_keep_numbers_times_tags_and_lines() -> None:
     assert texts(SUBTITLES, "srt") == ["Hello there, my friend.", "Yes.", "No 7!"]
     loud = rewrite(SUBTITLES, "srt", str.upper)
