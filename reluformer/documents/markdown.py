@@ -34,12 +34,13 @@ def parse_markdown(text: str) -> list[Part]:
     parser.options["store_labels"] = True
     parts: list[Part] = [head]
     cursor = _Cursor(lines)
-    for token in parser.parse("\n".join(line for line, _ in lines)):
+    tokens = parser.parse("\n".join(line for line, _ in lines))
+    for parent, token in zip([None, *tokens], tokens, strict=False):
         if token.type == "html_block" and token.map:
             parts += cursor.up_to(token.map[0])
             parts += parse_html("".join(cursor.up_to(token.map[1])))
         elif token.type == "inline" and token.map and token.content:
-            parts += cursor.block(token, token.map[0])
+            parts += cursor.block(token, parent, token.map[0])
     return [*parts, *cursor.up_to(len(lines))]
 
 
@@ -61,8 +62,14 @@ class _Cursor:
             self.character = character
         return skipped
 
-    def block(self, token: Token, first: int) -> list[Part]:
-        """Parts of the source up to the end of an inline token that begins in line `first`."""
+    def block(self, token: Token, parent: Token | None, first: int) -> list[Part]:
+        """Parts of the source up to the end of an inline token.
+
+        Args:
+            token: The inline token.
+            parent: Opening of the block that contains it.
+            first: Its first line.
+        """
         places = []
         line, least = first, self.character if first == self.line else 0
         for content in token.content.split("\n"):
@@ -75,10 +82,11 @@ class _Cursor:
         prefix = self.lines[places[1][0]][0][: places[1][1]] if len(places) > 1 else ""
         end_of_line = self.lines[first][1] or "\n"
         kept = self.up_to(places[-1][0], places[-1][2])
-        # Pipes separate the cells of a table.
-        escape = partial(_escape, pipes="|" in self.lines[first][0])
-        is_inside = "|" in self.lines[first][0] or self.lines[first][0].lstrip("> ")[:1] == "#"
-        builder = Builder(escape, None if is_inside else _layout(token, end_of_line, prefix))
+        is_cell = parent is not None and parent.type in ("th_open", "td_open")
+        # Behind "#" or "|", no character begins another block.
+        is_inside = is_cell or (parent is not None and parent.markup.startswith("#"))
+        layout = None if is_inside else _layout(token, end_of_line, prefix)
+        builder = Builder(partial(_escape, pipes=is_cell), layout)
         try:
             inside = InlineReader(token).parts(builder)
         except Untraceable:

@@ -182,7 +182,7 @@ class _Writer:
             if mark.is_verbatim:
                 needs_space = not has_words and mark.end > mark.start
                 # Two pieces of code that came together would be read as one.
-                if before and low == start and before.is_verbatim and before.end < mark.start:
+                if before and low == start and before.is_verbatim and before.end != mark.start:
                     written.append(" " * (not written[-1].endswith(" ")))
                 is_last = low == len(self.target)
                 written.append(" " * (needs_space and is_last and low > 0) + opening)

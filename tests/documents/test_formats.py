@@ -4,6 +4,7 @@ import html
 import random
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,24 @@ def test_markdown_of_this_repository_renders_the_same(page: str) -> None:
     assert rendered(rewrite(text, "markdown")) == rendered(text)
     found = sum(map(len, texts(text, "markdown")))
     assert found > 0.3 * len(text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/security.md", "docs/log.md"])
+def test_markdown_keeps_its_structure_whatever_the_model_writes(page: str) -> None:
+    text, rng = (ROOT / page).read_text("utf-8"), random.Random(page)
+    words = ["Haus", "und", ".", "24.", "(ein)", "Straße,", "x_y", "2*3", "–", "#", "1."]
+    parts = parse(text, "markdown")
+    written = []
+    for passage in (part for part in parts if isinstance(part, Passage)):
+        target = " ".join(rng.choices(words, k=rng.randrange(1, 25)))
+        count = len(find_words(passage.text))
+        written.append(project(passage, target, [rng.randrange(count) for _ in find_words(target)]))
+
+    def tags(document: str) -> Counter[str]:
+        # Emphasis of punctuation alone is left out.
+        return Counter(re.findall(r"<(?!em|strong)[a-z0-9]+", rendered(document)))
+
+    assert tags(join_parts(parts, written)) == tags(text)
 
 
 PIECES = st.lists(
