@@ -123,6 +123,7 @@ struct Backward {
   template <int POWER>
   float weigh(const Buffers& r, int64_t b, int64_t key, int64_t key_span, int64_t row,
               float offset, const RowTerms& terms) const {
+    float unit = float(p.unit);
     vec total{};
     for (int64_t j = 0; j < key_span; j += 2) {
       Range seen[2] = {rows_of(p, b, key + j), rows_of(p, b, key + j + 1)};
@@ -130,7 +131,7 @@ struct Backward {
         vec ds[2];
         for (int o = 0; o < 2; o++) {
           int64_t here = (j + o) * ROWS + i, from = seen[o].from - row - i, to = seen[o].to - row - i;
-          vec x = P::rectified(load(r.scores + here) + offset);
+          vec x = P::rectified(load(r.scores + here) * unit + offset);
           if (from > 0 || to < LANES) {
             ints number = count_from(0);
             x = (number >= int32_t(clipped(from, 0, LANES))) & (number < int32_t(clipped(to, 0, LANES)))
@@ -142,6 +143,7 @@ struct Backward {
           slope *= raised<POWER - 1>(x) * float(POWER);
           ds[o] = x == 0 ? vec{} : slope;
           total += ds[o];
+          ds[o] *= unit;
           P::put(r.weights + here, raised<POWER>(x) * factor);
           if constexpr (!std::is_same_v<W, float>) P::put(r.left + here, ds[o]);
         }

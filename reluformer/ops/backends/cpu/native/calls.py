@@ -1,7 +1,7 @@
 """The native kernels as functions of tensors.
 
 As in `reluformer.ops.backends.cpu.plan`, a weight is C_i x^power with
-x = max(q.k + score_offset, 0).
+x = max(unit q.k + score_offset, 0).
 """
 
 import ctypes
@@ -31,8 +31,6 @@ def forward(
     """Forward pass, see `tables.Results`; x and the dropout mask are None."""
     kernels = library.load()
     assert kernels is not None
-    if plan.unit != 1:
-        q = q * plan.unit
     q, k, v = _dense(q), _dense(k), _dense(v)
     factor = row_factor(plan, q, gamma)
     offset = score_offset(plan, q, threshold)
@@ -53,8 +51,6 @@ def backward(
     """Backward pass; the gradient of the score offset [B, H] is float64."""
     kernels = library.load()
     assert kernels is not None
-    if plan.unit != 1:
-        q = q * plan.unit
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(rows.grad.to(q.dtype))
     constant = rows.constant
     if constant is not None:
@@ -71,8 +67,6 @@ def backward(
     problem, _owners = _problem(plan, (q, k, v), offset, rows.ratio, outputs)
     scratch = _scratch(kernels.backward_scratch(problem) + 64)
     is_spoilt = kernels.backward(problem, (scratch.data_ptr() + 63) // 64 * 64)
-    if plan.unit != 1:
-        dq *= plan.unit
     return dq, dk, dv, d_offset, bool(is_spoilt)
 
 
@@ -123,6 +117,7 @@ def _problem(
         torch.get_num_threads(),
         q.dtype == torch.bfloat16,
         plan.row_normalise,
+        plan.unit,
         *outputs[2],
     )
     return problem, (offset, lengths, owner)

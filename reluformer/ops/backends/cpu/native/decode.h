@@ -153,8 +153,9 @@ struct Decode {
     vec sum{};
     for (int64_t j = 0; j < count; j += LANES) {
       const T* keys = k + j * p.k_strides[2];
-      vec x = offset + (width == p.width ? scores<true>(q, keys, p.k_strides[2], count - j)
-                                          : scores<false>(q, keys, p.k_strides[2], count - j));
+      vec x = width == p.width ? scores<true>(q, keys, p.k_strides[2], count - j)
+                               : scores<false>(q, keys, p.k_strides[2], count - j);
+      x = x * float(p.unit) + offset;
       x = std::is_same_v<T, float> ? (x < 0 ? vec{} : x) : (x > 0 ? x : vec{});
       x = with_power(p.power, [&](auto power) { return raised<power>(x); });
       x = count_from(int32_t(j)) < int32_t(count) ? x : vec{};

@@ -60,7 +60,7 @@ struct Forward {
   template <int POWER, int N, class Scores>
   void weigh(const Buffers& r, const Tile& t, int64_t i, int64_t count, int64_t start,
              Scores scores) const {
-    float offset = score_offset_of(p, t.h);
+    float offset = score_offset_of(p, t.h), unit = float(p.unit);
     // Later rows see no earlier keys: the first and the last row decide for those between.
     int64_t first = t.key + start, last = first + N * LANES;
     bool whole = keys_of(p, t.b, t.row + i + count - 1).from <= first &&
@@ -74,7 +74,7 @@ struct Forward {
         to = ints{} + int32_t(clipped(seen.to - first, 0, N * LANES));
       }
       for (int n = 0; n < N; n++) {
-        vec x = P::rectified(scores(m, n) + offset);
+        vec x = P::rectified(scores(m, n) * unit + offset);
         if (!whole) {
           ints column = count_from(n * LANES);
           x = (column >= from) & (column < to) ? x : vec{};

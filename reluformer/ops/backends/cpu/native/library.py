@@ -28,7 +28,7 @@ PROBLEM = struct.Struct(
     "15q"  # strides of factor, q, k, v, out
     "7q"  # batch, heads, rows, width, key_heads, keys, value_width
     "5q"  # power, causal, window, threads, is_bf16
-    "d"  # row_normalise
+    "2d"  # row_normalise, unit
     "6q"  # addresses: grad, constant, d_offset, dq, dk, dv
     "12q"  # strides of grad, dq, dk, dv
 )

@@ -7,8 +7,8 @@
 #include <limits>
 
 // q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; strides are those of the first three
-// axes, in elements, and the last axis is dense. With x = max(q.k + score_offset, 0), the output of a row
-// is factor * sum of x^power v. If `row_normalise` is above 0, it is divided by the row's sum of
+// axes, in elements, and the last axis is dense. With x = max(unit q.k + score_offset, 0), the output of
+// a row is factor * sum of x^power v. If `row_normalise` is above 0, it is divided by the row's sum of
 // weights plus that number.
 struct Problem {
   const void *q, *k, *v;
@@ -20,7 +20,7 @@ struct Problem {
   int64_t factor_strides[3], q_strides[3], k_strides[3], v_strides[3], out_strides[3];
   int64_t batch, heads, rows, width, key_heads, keys, value_width;
   int64_t power, causal, window, threads, is_bf16;
-  double row_normalise;
+  double row_normalise, unit;
   // Backward pass only.
   const void* grad;       // gradient of the output
   const float* constant;  // [B, H, Tq] or null: added to the gradient of each weight of a row
