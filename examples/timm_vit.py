@@ -16,16 +16,16 @@ from torch.nn.functional import cross_entropy
 
 from reluformer.nn.timm import attn_layer
 
-SIZE = 32
+SIZE = 16
 
 
 def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noisy images [N, 3, 32, 32] of a disc, square, cross or ring, and labels [N]."""
+    """Noisy images [N, 3, 16, 16] of a disc, square, cross or ring, and labels [N]."""
     label = torch.randint(4, (count,), generator=generator)
-    centre = torch.randint(10, SIZE - 10, (2, count, 1, 1), generator=generator)
-    radius = torch.randint(5, 10, (count, 1, 1), generator=generator)
+    centre = torch.randint(6, SIZE - 6, (2, count, 1, 1), generator=generator)
+    radius = torch.randint(3, 6, (count, 1, 1), generator=generator)
     axis = torch.arange(SIZE)
-    y, x = axis[:, None] - centre[0], axis - centre[1]  # [N, 32, 1], [N, 1, 32]
+    y, x = axis[:, None] - centre[0], axis - centre[1]  # [N, 16, 1], [N, 1, 16]
     distance = (x**2 + y**2).sqrt()
     largest = torch.maximum(x.abs(), y.abs())
     shapes = torch.stack(
@@ -33,9 +33,9 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
             distance <= radius,
             largest <= radius,
             (largest <= radius) & (torch.minimum(x.abs(), y.abs()) <= 1),
-            (distance <= radius) & (distance >= radius - 2),
+            (distance <= radius) & (distance >= radius - 1.5),
         ]
-    )  # [4, N, 32, 32]
+    )  # [4, N, 16, 16]
     shape = shapes[label, torch.arange(count)].float()
     colour = torch.rand(count, 3, 1, 1, generator=generator) + 0.5
     noise = torch.randn(count, 3, SIZE, SIZE, generator=generator)
@@ -43,13 +43,13 @@ def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def build(attention: str, seed: int) -> nn.Module:
-    """A ViT of 3 layers of width 64 on patches of 4 x 4 pixels."""
+    """A ViT of 2 layers of width 48 on patches of 4 x 4 pixels."""
     torch.manual_seed(seed)
     model: nn.Module = timm.models.VisionTransformer(
         img_size=SIZE,
         patch_size=4,
-        embed_dim=64,
-        depth=3,
+        embed_dim=48,
+        depth=2,
         num_heads=4,
         num_classes=4,
         class_token=False,
@@ -81,7 +81,7 @@ def train(attention: str, steps: int, seed: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for attention in ("softmax", "normalised_relu"):
