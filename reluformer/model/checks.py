@@ -9,7 +9,7 @@ from reluformer.ops.checks import INTS
 from reluformer.ops.gate import check_storage
 
 
-def check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:
+def check_tokens(name: str, tokens: object, embedding: nn.Embedding) -> None:
     """Refuse tokens that are not ids [B, T] of the embedding's vocabulary, on its device.
 
     The ids themselves are read on a CPU only, where this does not synchronise.
@@ -33,7 +33,7 @@ def check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:
         )
 
 
-def check_lengths(name: str, lengths: Tensor | None, tokens: Tensor) -> None:
+def check_lengths(name: str, lengths: object, tokens: Tensor) -> None:
     """Refuse lengths that are not integers [B] for tokens [B, T]; None passes.
 
     They may also be on the CPU.

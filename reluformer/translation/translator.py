@@ -308,7 +308,7 @@ class Translator:
             yield batch
 
 
-def _texts(texts: Sequence[str]) -> list[str]:
+def _texts(texts: Any) -> list[str]:
     """The texts as a list; refuses a single string and everything that is not text."""
     if not isinstance(texts, str):
         try:
