@@ -293,7 +293,7 @@ def _language() -> SimpleNamespace:
         where=lambda a, b, c: torch.where(*_tensors(a, b, c)),
         minimum=lambda a, b: torch.minimum(*_tensors(a, b)),
         maximum=lambda a, b: torch.maximum(*_tensors(a, b)),
-        exp2=torch.exp2, log2=torch.log2, sum=lambda x, axis: x.sum(axis),
+        exp2=torch.exp2, log2=torch.log2, abs=torch.abs, sum=lambda x, axis: x.sum(axis),
         arange=lambda low, high, layout: torch.arange(low, high),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),

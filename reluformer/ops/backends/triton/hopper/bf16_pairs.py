@@ -21,11 +21,11 @@ def _even_odd(x):
 
 
 @gluon.jit
-def _pack(x):
-    """Pairs [ROWS, COLS / 2] of x [ROWS, COLS], float32."""
+def _rectified_pairs(x):
+    """Pairs [ROWS, COLS / 2] of max(x, 0), x [ROWS, COLS] in float32."""
     even, odd = _even_odd(x)
     return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, is_pure=True, pack=1
+        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, is_pure=True, pack=1
     )
 
 
@@ -35,25 +35,23 @@ def relu_powers(s, POWER: gl.constexpr):
 
     With power 1 the second result is the weights again: their sign is all that is needed.
     """
-    if POWER == 1:
-        even, odd = _even_odd(s)  # [ROWS, COLS / 2]
-        p = gl.inline_asm_elementwise(
-            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], gl.int32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        relu_pow_minus_1 = p
-    else:
-        x = gl.maximum(s, 0.0)  # [ROWS, COLS]
-        power = x
-        if POWER >= 4:
-            power = x * x
-        if POWER == 4:
-            power = power * x
-        if POWER == 8:
-            power = power * power * power * x
-        p = _pack(x * power)
-        relu_pow_minus_1 = _pack(power)
-    return p, relu_pow_minus_1
+    # Products with |s| keep the sign of s and cost no instruction more: the conversion rectifies.
+    weight = s
+    if POWER >= 2:
+        weight = s * gl.abs(s)  # [ROWS, COLS]
+    relu_pow_minus_1 = s
+    if POWER == 4:
+        relu_pow_minus_1 = weight * gl.abs(s)
+        weight = weight * gl.abs(weight)
+    if POWER == 8:
+        fourth = weight * gl.abs(weight)
+        relu_pow_minus_1 = fourth * gl.abs(weight) * gl.abs(s)
+        weight = fourth * gl.abs(fourth)
+    p = _rectified_pairs(weight)
+    pairs_minus_1 = p
+    if POWER > 1:
+        pairs_minus_1 = _rectified_pairs(relu_pow_minus_1)
+    return p, pairs_minus_1
 
 
 @gluon.jit

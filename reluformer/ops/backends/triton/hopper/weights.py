@@ -22,13 +22,13 @@ def relu_weights(s, bounds, col, threshold, scale, MASKED: gl.constexpr, CONFIG:
     s = shift_scores(s, threshold, scale, CONFIG)  # [ROWS, KEYS]
     if MASKED:
         s = mask_keys(s, bounds, col, CONFIG.CAUSAL)
+    # Squares s |s| keep the sign, and |s| costs no instruction: the conversion rectifies them.
     if CONFIG.POWER > 1:
-        s = gl.maximum(s, 0.0)
-        s = s * s
+        s = s * gl.abs(s)
     if CONFIG.POWER >= 4:
-        s *= s
+        s = s * gl.abs(s)
     if CONFIG.POWER == 8:
-        s *= s
+        s = s * gl.abs(s)
     # Rectifies and converts two values per instruction; the compiler does not find it by itself.
     return gl.inline_asm_elementwise(
         "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [s], gl.bfloat16, is_pure=True, pack=2
