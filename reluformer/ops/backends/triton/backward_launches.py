@@ -81,6 +81,8 @@ class BackwardLaunches(NamedTuple):
     """`scale_rows` writes grad_out times its row factors, which dK and dV read instead."""
     dots_first: bool
     """`scale_rows` writes dO.O; otherwise `dq` does, where it is needed."""
+    has_terms: bool
+    """`scale_rows` or `row_terms` writes the terms of rows."""
     scale_rows: Launch | None
     row_terms: Launch | None
     dkv: Launch
@@ -106,11 +108,13 @@ def prepare(
     if scales_grad:
         source = empty_heads(source, source.shape[-1])
     scale_rows = row_terms = None
+    # The Hopper kernels read terms in whole tiles of this pass; the portable ones read further.
+    joins_terms = dots_first and choice.uses_hopper and grads.level == 1
     if scales_grad or dots_first:
         scale_rows = _scale_rows_launch(
-            problem, grads, source if scales_grad else None, dots=dots_first
+            problem, grads, source if scales_grad else None, dots=dots_first, terms=joins_terms
         )
-    if grads.level > 0:
+    if grads.level > 0 and not joins_terms:
         row_terms = _row_terms_launch(problem, grads.level, is_scaled=scales_grad)
     level, dq, dk, dv = grads.level, results.dq, results.dk, results.dv
     if choice.uses_hopper:
@@ -121,8 +125,9 @@ def prepare(
         dkv = _dkv_launch(problem, grads_read, results, is_scaled=scales_grad, has_signs=has_signs)
         dq_launch = _dq_launch(problem, grads, results, has_signs=has_signs)
     return BackwardLaunches(
-        choice.uses_hopper, scales_grad, dots_first, scale_rows, row_terms, dkv, dq_launch
-    )
+        choice.uses_hopper, scales_grad, dots_first, grads.level > 0, scale_rows, row_terms, dkv,
+        dq_launch,
+    )  # fmt: skip
 
 
 def _with_gradients(problem: Problem, config: Config, level: int) -> Config:
@@ -212,9 +217,9 @@ def _row_terms_launch(problem: Problem, level: int, *, is_scaled: bool) -> Launc
 
 
 def _scale_rows_launch(
-    problem: Problem, grads: Gradients, scaled: Tensor | None, *, dots: bool
+    problem: Problem, grads: Gradients, scaled: Tensor | None, *, dots: bool, terms: bool
 ) -> Launch:
-    """The launch that scales output gradients by row factors and computes dO.O."""
+    """The launch that scales output gradients by row factors and computes dO.O and row terms."""
     width = grads.grad_out.shape[-1]
     config = plan.row_config(problem)._replace(
         BLOCK_M=_SCALED_ROWS,
@@ -222,6 +227,8 @@ def _scale_rows_launch(
         DV_PAD=pad(width),
         SCALE_GRAD=scaled is not None,
         ROW_DOT=dots,
+        SUM_GRADS=int(terms),
+        GRAD_SCALED=scaled is not None,
     )
     rows = triton.cdiv(problem.settings.max_q, _SCALED_ROWS)
     strides = (

@@ -156,7 +156,7 @@ class PreparedBackward:
         if launches.scales_grad:
             self.scaled = _heads(grads.grad_out, v.shape[-1])
         self.terms: SizeAndStrides | None = None
-        if launches.row_terms is not None:
+        if launches.has_terms:
             self.terms = _contiguous(*terms_size(problem, grads.level))
         self.signs: SizeAndStrides | None = None
         if choice.sign_heads > 0:

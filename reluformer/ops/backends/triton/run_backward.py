@@ -164,7 +164,7 @@ def new_scratch(
     if launches.scales_grad:
         grad_out = grads.grad_out
         scaled = empty_packed_heads(grad_out, grad_out.shape[-1], problem.optional.cu_q)
-    if launches.row_terms is not None:
+    if launches.has_terms:
         terms = problem.q.new_empty(terms_size(problem, grads.level), dtype=torch.float32)
     return Scratch(scaled, terms, signs)
 
@@ -182,7 +182,9 @@ def run_dkv(
     scaled, terms, signs = scratch
     row_dot = results.row_dot if launches.dots_first else None
     if launches.scale_rows is not None:
-        launches.scale_rows(grad_out, scaled, out, row_dot, count, row_sum, optional)
+        launches.scale_rows(
+            grad_out, scaled, out, row_dot, grad_sum, terms, count, row_sum, optional
+        )  # fmt: skip
     if launches.row_terms is not None:
         launches.row_terms(grad_sum, grad_log, terms, count, row_sum, row_dot, optional)
     source = grad_out if scaled is None else scaled

@@ -37,8 +37,8 @@ def row_terms(
     """(C_i, constant part of G, coefficient of log2 x in G) for a tile of rows.
 
     Where sums of w log w are not `wanted`, their gradient counts as zero. With `ROW_NORMALISE` the
-    first result is C_i / T_i and the other two are multiplied by T_i; `values.row_dot` is dO.O, and
-    `values.grad_sum` may be None.
+    first result is C_i / T_i and the other two are multiplied by T_i; `values.row_dot` is dO.O,
+    which the caller subtracts if it is None, and `values.grad_sum` may be None.
     """
     if CONFIG.HAS_MASK:
         n = tl.load(values.count + places, mask=rows < seq.n_q, other=0.0)
@@ -62,7 +62,8 @@ def row_terms(
         slope *= total
         if SUM_GRADS >= 1:
             constant *= total
-            constant -= tl.load(values.row_dot + places, mask=rows < seq.n_q, other=0.0)
+            if values.row_dot is not None:
+                constant -= tl.load(values.row_dot + places, mask=rows < seq.n_q, other=0.0)
     return factor, constant, slope
 
 
@@ -126,6 +127,8 @@ def scale_rows_kernel(
     scaled,
     out,
     row_dot,
+    grad_sum,
+    terms,
     count,
     row_sum,
     optional,
@@ -145,7 +148,8 @@ def scale_rows_kernel(
     """One pass over BLOCK_M rows of the output gradient of one head, without a loop.
 
     With `SCALE_GRAD`, scaled = grad_out * C_i (with `ROW_NORMALISE` C_i / T_i). With `ROW_DOT`, the
-    product dO.O of each row is stored. Both tiles [BLOCK_M, DV] are in registers.
+    product dO.O of each row is stored; with `SUM_GRADS` = 1, also the constant that
+    `row_terms_kernel` would store. Both tiles [BLOCK_M, DV] are in registers.
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     # The grid is (sequence, head, tile), tiles fastest.
@@ -165,11 +169,13 @@ def scale_rows_kernel(
         grad_out, seq.batch, h, seq.first_q + row, grad_strides, limit,
         BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False, True,
     ).to(tl.float32)  # fmt: skip  # [BLOCK_M, DV_PAD]
-    if CONFIG.SCALE_GRAD:
-        factor, _, _ = row_terms(
+    if CONFIG.SCALE_GRAD or CONFIG.SUM_GRADS == 1:
+        factor, constant, _ = row_terms(
             places, rows, rows + seq.n_k - seq.n_q, seq, h, window,
-            RowValues(count, row_sum, None, None, None), True, optional.gamma, numbers, 0, CONFIG,
-        )  # fmt: skip  # [BLOCK_M]
+            RowValues(count, row_sum, None, grad_sum, None), True, optional.gamma, numbers,
+            CONFIG.SUM_GRADS, CONFIG,
+        )  # fmt: skip  # [BLOCK_M] each
+    if CONFIG.SCALE_GRAD:
         store_tile(
             scaled, (g_tile * factor[:, None]).to(scaled.dtype.element_ty), seq.batch, h,
             seq.first_q + row, scaled_strides, limit, BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False,
@@ -179,5 +185,12 @@ def scale_rows_kernel(
             out, seq.batch, h, seq.first_q + row, out_strides, limit,
             BLOCK_M, CONFIG.DV_PAD, CONFIG.DV, False, True,
         ).to(tl.float32)  # fmt: skip  # [BLOCK_M, DV_PAD]
-        # [BLOCK_M]
-        tl.store(row_dot + places, tl.sum(o_tile * g_tile, 1), mask=rows < seq.n_q)
+        dot = tl.sum(o_tile * g_tile, 1)  # [BLOCK_M]
+        tl.store(row_dot + places, dot, mask=rows < seq.n_q)
+        if CONFIG.SUM_GRADS == 1:
+            if CONFIG.ROW_NORMALISE:
+                constant -= dot
+            if CONFIG.GRAD_SCALED:
+                constant *= factor
+            # Rows past the end are stored too, up to a whole tile.
+            tl.store(terms + bh.to(tl.int64) * padded_rows(q_length) + rows, constant)
