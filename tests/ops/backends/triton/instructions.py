@@ -45,9 +45,8 @@ def _merge(code: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _slope(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
-    """Pairs of two float32 values times a pair of bfloat16 factors."""
-    left, right = _halves(factors).float().unbind(-1)
-    return _pair(low * left, high * right)
+    """Pairs of two values, rounded to bfloat16, times a pair of bfloat16 factors."""
+    return _pair(*(_halves(_pair(low, high)) * _halves(factors)).unbind(-1))
 
 
 def _sum(x: Tensor, y: Tensor) -> Tensor:
@@ -71,10 +70,11 @@ def _log_terms(x: Tensor) -> Tensor:
 
 # By an instruction that only this piece of code contains, or the first such in this order.
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    "again": lambda code, x: torch.as_tensor(x),
     "lg2": lambda code, x: _log_terms(x),
     "set.gt": lambda code, low, high, p: _pair(low, high) & _gates(_halves(p) > 0),
     "set.ne": lambda code, p: _gates(_halves(p) != 0),
-    "mul.f32": lambda code, *args: _slope(*args),
+    "mul.rn.bf16x2": lambda code, *args: _slope(*args),
     "prmt": lambda code, low, high, x, selected: _pair(low, high) & _permuted(x, selected),
     "mov.b32 {": lambda code, x: _halves(x).view(torch.int16).unbind(-1),
     "lop3": _merge,

@@ -45,7 +45,8 @@ def test_forward_uses_hopper_for_long_sequences(width: int) -> None:
     assert not forward(problem(width, 4096, mask=torch.ones(1, 1, 4096, 4096, dtype=torch.bool)))
 
 
-def test_forward_uses_hopper_later_for_causal_powers_at_width_64() -> None:
+def test_forward_uses_hopper_later_for_causal_power_8_at_width_64() -> None:
+    assert forward(problem(64, 512, causal=True, power=4, threshold=torch.empty(8)))
     assert not forward(problem(64, 1024, causal=True, power=8, threshold=torch.empty(8)))
     assert forward(problem(64, 2048, causal=True, power=8, threshold=torch.empty(8)))
     assert forward(problem(128, 1024, causal=True, power=8, threshold=torch.empty(8)))

@@ -116,8 +116,12 @@ class BackwardConfig(NamedTuple):
     """Whether the gradient of row sums adds a term per row to dP."""
     GRAD_SCALED: bool
     """Whether dO and the row terms already contain the factor of their row."""
+    RAGGED: bool
+    """Whether the last key tile is partial."""
     SIGNS: bool
     """Whether dK/dV writes the signs of the weights, and dQ reads them instead of Q."""
+    SEPARATE_SCORES: bool
+    """Whether S^T and dP^T have registers of their own in dK/dV (power above 1, no `SIGNS`)."""
 
 
 Config = TypeVar("Config", ForwardConfig, BackwardConfig)

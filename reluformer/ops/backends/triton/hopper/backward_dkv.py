@@ -9,15 +9,19 @@ streamed. Everything is transposed, keys by queries:
 
     S^T = K Q^T    dP^T = V dO^T    dV += P^T dO    dK += dS^T Q
 
-An iteration starts dV of the previous query tile, S^T of this one and dK of the previous one,
-computes the weights, starts dP^T, and computes dS^T when it is complete.
+Two loops, in `backward_dkv_loops.py`:
 
-Registers of a consumer: S^T and dP^T [ROWS, COLS] in float32, which take turns in the same
-registers, dK and dV [ROWS, D] in float32, pairs of P^T and dS^T (`bf16_pairs.py`), and K and V
-[ROWS, D] with IN_REGISTERS.
+    shared registers    starts S^T of this query tile and dK of the previous one, computes the
+                        weights, starts dP^T and dV, computes dS^T
+    SEPARATE_SCORES     starts dV of the previous query tile and S^T of this one, computes dS^T of
+                        the previous one, starts its dK and dP^T of this one, computes the weights
+
+The second has a product beside all of its arithmetic, and 32 registers more: width 64 only.
+
+Registers of a consumer: S^T and dP^T [ROWS, COLS] in float32, in the same registers without
+SEPARATE_SCORES, dK and dV [ROWS, D] in float32, pairs of P^T and dS^T (`bf16_pairs.py`), and K and
+V [ROWS, D] with IN_REGISTERS.
 """
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,9 +44,18 @@ from reluformer.ops.backends.triton.hopper.backward_device import (
     resident_tile,
     streamed_tile,
 )
+from reluformer.ops.backends.triton.hopper.backward_dkv_loops import (
+    KeyTile,
+    PendingGradients,
+    QueryLoopState,
+    add_row_terms,
+    load_terms,
+    query_loop,
+    query_loop_separate,
+    weights,
+)
 from reluformer.ops.backends.triton.hopper.bf16_pairs import (
     as_left_operand,
-    relu_powers,
     score_gradients,
     store_signs,
 )
@@ -54,123 +67,11 @@ from reluformer.ops.backends.triton.hopper.device import (
     opaque,
     release_loaded,
     scaled_threshold,
-    shift_scores,
     store_tile,
     tile_coordinates,
     tile_count,
 )
 from reluformer.ops.backends.triton.versions import thread_barrier
-
-
-class KeyTile(NamedTuple):
-    """The keys of a consumer in one step, and the query tiles that see them."""
-
-    batch: Any
-    head: Any
-    """Key head."""
-    key: Any
-    """First key."""
-    end: Any
-    """Number of keys that exist."""
-    offset: Any
-    """n_k - n_q: with causality, query i sees the keys up to i + offset."""
-    first: Any
-    """First query tile that the producer loads for both consumers."""
-    low: Any
-    """First query tile that this consumer needs."""
-    unmasked: Any
-    """First query tile that sees all keys of this consumer."""
-    high: Any
-    """End of the query tiles."""
-
-
-class QueryLoopState(NamedTuple):
-    """State of a consumer that one query tile leaves to the next."""
-
-    dk: Any
-    """[ROWS, D]."""
-    dv: Any
-    """[ROWS, D]."""
-    dp: Any
-    """Registers of S^T and dP^T, [ROWS, COLS]."""
-    p: Any
-    """Pairs of the weights of the last query tile, [ROWS, COLS / 2]."""
-    ds: Any
-    """Pairs of its score gradients, [ROWS, COLS / 2]."""
-    held: Any
-    """Stage of its Q and dO, which dK and dV still need."""
-    ring: Any
-    """Position of the next query tile."""
-
-
-@gluon.jit
-def _weights(s, key_tile, query, threshold, scale, MASKED: gl.constexpr, CONFIG: gl.constexpr):
-    """`relu_powers` of scores s [keys, queries from `query` on], 0 where a key is not visible."""
-    layout: gl.constexpr = s.type.layout
-    s = shift_scores(s, threshold, scale, CONFIG)  # [ROWS, COLS]
-    if MASKED:
-        first = key_tile.key - key_tile.offset
-        keys = first + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-        queries = query + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        s = gl.where(keys[:, None] <= queries[None, :], s, 0.0)
-    return relu_powers(s, CONFIG.POWER)
-
-
-@gluon.jit
-def _add_row_terms(dp, terms, CONFIG: gl.constexpr):
-    """dP^T [keys, queries] plus the terms of the queries, from the pointer `terms` on."""
-    layout: gl.constexpr = dp.type.layout
-    if CONFIG.ROW_TERMS:
-        dp = dp + gl.load(terms + gl.arange(0, dp.shape[1], gl.SliceLayout(0, layout)))[None, :]
-    return dp
-
-
-@gluon.jit
-def _query_loop(
-    state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks, threshold, scale,
-    sizes, MASKED: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Query tiles [start, stop) of one query head: the state, `terms` and `blocks` after them.
-
-    Args:
-        member: number of the query head in its group.
-        terms: pointer to the row terms of query tile `start`.
-        blocks: pointer to the sign block of query tile `start`.
-    """
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    _k_bufs, _v_bufs, q_bufs, g_bufs = shared.buffers
-    dk, dv, dp, p, ds, held, ring = state
-    for t in range(start, stop):
-        # dV and dK are of the previous query tile; the first of all does not add to anything.
-        adds = member * (key_tile.high - key_tile.low) + t > key_tile.low + 1
-        p_operand = as_left_operand(p, p_layout)  # [ROWS, COLS]
-        ds_operand = as_left_operand(ds, p_layout)
-        g_held = streamed_tile(g_bufs, held, CONFIG)
-        dv = warpgroup_mma(p_operand, g_held, dv, use_acc=adds, is_async=True)  # [ROWS, D]
-        mbarrier.wait(shared.full.index(ring.stage), ring.phase)
-        q_t = streamed_tile(q_bufs, ring.stage, CONFIG).permute((1, 0))
-        s = warpgroup_mma(k_tile, q_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
-        q_held = streamed_tile(q_bufs, held, CONFIG)
-        dk = warpgroup_mma(ds_operand, q_held, dk, use_acc=adds, is_async=True)  # [ROWS, D]
-        # Only dK stays in flight.
-        s, dv = warpgroup_mma_wait(1, [s, dv])
-        p, relu_pow_minus_1 = _weights(
-            s, key_tile, t * CONFIG.COLS, threshold, scale, MASKED, CONFIG
-        )
-        g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
-        dp = warpgroup_mma(v_tile, g_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
-        if CONFIG.SIGNS:
-            store_signs(p, blocks, key_tile.key < sizes.n_k)
-            blocks += sizes.key_blocks * 256
-        dp, dk = warpgroup_mma_wait(0, [dp, dk])
-        ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
-        if CONFIG.ROW_TERMS:
-            terms += CONFIG.COLS
-        mbarrier.arrive(shared.empty.index(held), count=1)
-        held = ring.stage
-        ring = advance(ring, CONFIG.STAGES)
-    return QueryLoopState(dk, dv, dp, p, ds, held, ring), terms, blocks
 
 
 @gluon.jit
@@ -204,27 +105,44 @@ def _locate_tile(step, offset, lengths, sizes, consumer: gl.constexpr, CONFIG: g
 
 @gluon.jit
 def _first_query_tile(
-    s, v_tile, shared, ring, key_tile, query_head, threshold, scale, pointers, sizes,
+    s, dv, v_tile, shared, ring, key_tile, query_head, threshold, scale, pointers, sizes,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """(dP^T, pairs of P^T, pairs of dS^T) of the first query tile, from its complete scores s."""
+    """(dV, dP^T, P^T, dS^T) of the first query tile, from its scores s, as in QueryLoopState.
+
+    dV is the sum with the first query tile, except with SEPARATE_SCORES.
+    """
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     _k_bufs, _v_bufs, _q_bufs, g_bufs = shared.buffers
     low = key_tile.low
-    p, relu_pow_minus_1 = _weights(
+    p, relu_pow_minus_1 = weights(
         s, key_tile, low * CONFIG.COLS, threshold, scale, CONFIG.CAUSAL, CONFIG
     )  # [ROWS, COLS / 2]
     g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
-    dp = warpgroup_mma(v_tile, g_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
+    scores = s
+    if CONFIG.SEPARATE_SCORES:
+        s_layout: gl.constexpr = s.type.layout
+        scores = gl.zeros([CONFIG.ROWS, CONFIG.COLS], gl.float32, s_layout)
+    dp = warpgroup_mma(v_tile, g_t, scores, use_acc=False, is_async=True)  # [ROWS, COLS]
+    if not CONFIG.SEPARATE_SCORES:
+        g_tile = streamed_tile(g_bufs, ring.stage, CONFIG)
+        dv = warpgroup_mma(as_left_operand(p, p_layout), g_tile, dv, use_acc=False, is_async=True)
     if CONFIG.SIGNS:
         # There are no blocks past the last key.
         block = _sign_block(pointers.signs, query_head, low, key_tile.key, sizes)
         store_signs(p, block, key_tile.key < sizes.n_k)
-    dp = warpgroup_mma_wait(0, [dp])
     terms = 0
     if CONFIG.ROW_TERMS:
         terms = pointers.terms + (query_head.to(gl.int64) * sizes.term_rows + low * CONFIG.COLS)
-    ds = score_gradients(_add_row_terms(dp, terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
-    return dp, p, ds
+    row_terms = load_terms(terms, s, CONFIG)
+    if CONFIG.SEPARATE_SCORES:
+        dp = warpgroup_mma_wait(0, [dp])
+        ds = PendingGradients(relu_pow_minus_1, row_terms, s)
+    else:
+        dp, dv = warpgroup_mma_wait(0, [dp, dv])
+        ds = score_gradients(add_row_terms(dp, row_terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
+    return dv, dp, p, ds
 
 
 @gluon.jit
@@ -267,10 +185,16 @@ def _query_heads(
                 place = opaque(resident_phase * 0 + consumer) if loop == 0 else consumer
                 k_tile = resident_tile(k_bufs, place, False, CONFIG)
                 v_tile = resident_tile(v_bufs, place, False, CONFIG)
-            state, terms, blocks = _query_loop(
-                state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks,
-                threshold, scalars.scale, sizes, CONFIG.CAUSAL and loop == 0, CONFIG,
-            )  # fmt: skip
+            if CONFIG.SEPARATE_SCORES:
+                state, terms, blocks = query_loop_separate(
+                    state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks,
+                    threshold, scalars.scale, sizes, CONFIG.CAUSAL and loop == 0, CONFIG,
+                )  # fmt: skip
+            else:
+                state, terms, blocks = query_loop(
+                    state, k_tile, v_tile, shared, key_tile, member, start, stop, terms, blocks,
+                    threshold, scalars.scale, sizes, CONFIG.CAUSAL and loop == 0, CONFIG,
+                )  # fmt: skip
             start = gl.maximum(start, unmasked)
     return state
 
@@ -329,9 +253,9 @@ def _consumer(
         v_tile = resident_tile(v_bufs, consumer, CONFIG.IN_REGISTERS, CONFIG)  # [ROWS, D]
         if CONFIG.IN_REGISTERS:
             release_loaded(shared.resident_empty.index(consumer))
-        dp, p, ds = _first_query_tile(
-            s, v_tile, shared, ring, key_tile, query_head, threshold, scalars.scale, pointers,
-            sizes, CONFIG,
+        dv_acc, dp, p, ds = _first_query_tile(
+            s, dv_acc, v_tile, shared, ring, key_tile, query_head, threshold, scalars.scale,
+            pointers, sizes, CONFIG,
         )  # fmt: skip
         held = ring.stage
         ring = advance(ring, CONFIG.STAGES)
@@ -345,11 +269,15 @@ def _consumer(
             mbarrier.arrive(shared.resident_empty.index(consumer), count=1)
         resident_phase ^= 1
 
-        # dV and dK of the last query tile.
-        dv_acc = warpgroup_mma(
-            as_left_operand(p, p_layout), streamed_tile(g_bufs, held, CONFIG), dv_acc,
-            use_acc=has_more, is_async=True,
-        )  # fmt: skip
+        # dK of the last query tile and, with SEPARATE_SCORES, its dV and dS^T.
+        if CONFIG.SEPARATE_SCORES:
+            dv_acc = warpgroup_mma(
+                as_left_operand(p, p_layout), streamed_tile(g_bufs, held, CONFIG), dv_acc,
+                use_acc=has_more, is_async=True,
+            )  # fmt: skip
+            relu_pow_minus_1, row_terms, s = ds
+            grad = add_row_terms(dp, row_terms, CONFIG)
+            ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
         dk_acc = warpgroup_mma(
             as_left_operand(ds, p_layout), streamed_tile(q_bufs, held, CONFIG), dk_acc,
             use_acc=has_more, is_async=True,

@@ -8,15 +8,15 @@ the key tiles that the queries see: K and V are streamed.
 
     S = Q K^T    dP = dO V^T    dQ += dS K
 
-An iteration starts S and dP of this key tile and dQ of the previous one, then computes dS. With
-SIGNS the dK/dV kernel has stored the signs of the weights (power 1): neither S nor Q is needed, and
-dS is dP where the sign is set. The sign words of the next key tile are loaded one iteration ahead.
+`backward_dq_loops.py` has two loops. At power 1 an iteration starts S and dP of this key tile and
+dQ of the previous one, then computes dS. Above, it starts S, computes dS of the previous key tile,
+starts its dQ and dP of this one, and computes the slopes max(s, 0)^(p - 1). With SIGNS the dK/dV
+kernel has stored the signs of the weights (power 1): neither S nor Q is needed, and dS is dP where
+the sign is set. The sign words of the next key tile are loaded one iteration ahead.
 
 Registers of a consumer: S and dP [ROWS, COLS] and dQ [ROWS, D] in float32, pairs of dS
 (`bf16_pairs.py`), sign words, and Q and dO [ROWS, D] with IN_REGISTERS.
 """
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,12 +38,17 @@ from reluformer.ops.backends.triton.hopper.backward_device import (
     resident_tile,
     streamed_tile,
 )
+from reluformer.ops.backends.triton.hopper.backward_dq_loops import (
+    DqLoopState,
+    key_loop,
+    late_gradients,
+    power_loop,
+    slopes,
+    tile_gradients,
+)
 from reluformer.ops.backends.triton.hopper.bf16_pairs import (
     as_left_operand,
-    gate_by_signs,
     partial_pair_sums,
-    relu_powers,
-    score_gradients,
     sign_pointers,
 )
 from reluformer.ops.backends.triton.hopper.device import (
@@ -57,110 +62,12 @@ from reluformer.ops.backends.triton.hopper.device import (
     opaque,
     release_loaded,
     scaled_threshold,
-    shift_scores,
     store_tile,
     tile_coordinates,
     tile_count,
     zero_padding,
 )
 from reluformer.ops.backends.triton.versions import thread_barrier
-
-
-class DqLoopState(NamedTuple):
-    """State of a consumer that one key tile leaves to the next."""
-
-    ring: Any
-    """Position of the next key tile."""
-    s: Any
-    """Registers of S, [ROWS, COLS]."""
-    dp: Any
-    """Registers of dP, [ROWS, COLS]."""
-    acc: Any
-    """dQ so far, [ROWS, D]."""
-    words: Any
-    """Sign words of the next key tile, or 0."""
-    blocks: Any
-    """Pointers to these words, or 0."""
-    ds: Any
-    """Pairs of the score gradients of the last key tile, [ROWS, COLS / 2]."""
-    row_shift: Any
-    """Partial sums of dS, [ROWS, 4], or 0."""
-    held: Any
-    """Stage of the last key tile, whose K dQ still needs."""
-
-
-@gluon.jit
-def _tile_gradients(
-    s, dp, words, row_terms, bounds, col, threshold, scale, MASKED: gl.constexpr,
-    MASK_TAIL: gl.constexpr, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """(pairs of dS, s, dp) of one key tile, after waiting for the products s and dp.
-
-    Args:
-        s, dp: products in flight, [ROWS, COLS]; s was started just before dp.
-        words: sign words of the tile, with SIGNS.
-        row_terms: [ROWS], with ROW_TERMS.
-        MASKED: whether `bounds` are applied, with MASK_TAIL to dP too.
-        IN_FLIGHT: number of products started after dp.
-    """
-    if not CONFIG.SIGNS:
-        s = warpgroup_mma_wait(IN_FLIGHT + 1, [s])
-        score = shift_scores(s, threshold, scale, CONFIG)  # [ROWS, COLS]
-        if MASKED:
-            score = mask_keys(score, bounds, col, CONFIG.CAUSAL)
-        _, relu_pow_minus_1 = relu_powers(score, CONFIG.POWER)
-    dp = warpgroup_mma_wait(IN_FLIGHT, [dp])
-    grad = dp  # [ROWS, COLS]
-    if CONFIG.ROW_TERMS:
-        grad = grad + row_terms[:, None]
-    if MASKED and MASK_TAIL and (CONFIG.SIGNS or CONFIG.POWER > 1):
-        # Padding may hold NaN, and its sign bits are not written.
-        grad = mask_keys(grad, bounds, col, False)
-    if CONFIG.SIGNS:
-        ds = gate_by_signs(grad, words)
-    else:
-        ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
-    return ds, s, dp
-
-
-@gluon.jit
-def _key_loop(
-    state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold, scale,
-    ROW_SHIFT: gl.constexpr, MASKED: gl.constexpr, MASK_TAIL: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """dS of key tiles [low, high), and dQ += dS K of the tiles one before: the state after them."""
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    _q_bufs, _g_bufs, k_bufs, v_bufs = shared.buffers
-    ring, s, dp, acc, words, blocks, ds, row_shift, held = state
-    for j in range(low, high):
-        mbarrier.wait(shared.full.index(ring.stage), ring.phase)
-        if not CONFIG.SIGNS:
-            k_t = streamed_tile(k_bufs, ring.stage, CONFIG).permute((1, 0))
-            s = warpgroup_mma(q_tile, k_t, s, use_acc=False, is_async=True)  # [ROWS, COLS]
-        v_t = streamed_tile(v_bufs, ring.stage, CONFIG).permute((1, 0))
-        dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
-        adds = j > 1
-        ds_operand = as_left_operand(ds, p_layout)
-        k_held = streamed_tile(k_bufs, held, CONFIG)
-        acc = warpgroup_mma(ds_operand, k_held, acc, use_acc=adds, is_async=True)  # [ROWS, D]
-        if CONFIG.SIGNS:
-            # Signs of the next tile: loading them takes longer than the products of an iteration.
-            blocks += 128
-            next_words = gl.load(blocks)
-        ds, s, dp = _tile_gradients(
-            s, dp, words, row_terms, bounds, j * CONFIG.COLS, threshold, scale, MASKED, MASK_TAIL,
-            1, CONFIG,
-        )  # fmt: skip
-        if CONFIG.SIGNS:
-            words = next_words
-        if ROW_SHIFT:
-            row_shift += partial_pair_sums(ds)
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(shared.empty.index(held), count=1)
-        held = ring.stage
-        ring = advance(ring, CONFIG.STAGES)
-    return DqLoopState(ring, s, dp, acc, words, blocks, ds, row_shift, held)
 
 
 @gluon.jit
@@ -190,10 +97,16 @@ def _key_tiles(
                     if not CONFIG.SIGNS:
                         q_tile = resident_tile(q_bufs, place, False, CONFIG)
                     g_tile = resident_tile(g_bufs, place, False, CONFIG)
-        state = _key_loop(
-            state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold, scale,
-            ROW_SHIFT, loop == 1, MASK_TAIL, CONFIG,
-        )  # fmt: skip
+        if CONFIG.POWER > 1:
+            state = power_loop(
+                state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold, scale,
+                ROW_SHIFT, loop == 1, CONFIG,
+            )  # fmt: skip
+        else:
+            state = key_loop(
+                state, q_tile, g_tile, shared, low, high, row_terms, bounds, threshold, scale,
+                ROW_SHIFT, loop == 1, MASK_TAIL, CONFIG,
+            )  # fmt: skip
     return state
 
 
@@ -265,7 +178,7 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     ROW_SHIFT: gl.constexpr = pointers.row_shift is not None
     # With a threshold, a key that does not exist can have weight and a gradient.
-    MASK_TAIL: gl.constexpr = pointers.lengths is not None or ROW_SHIFT
+    MASK_TAIL: gl.constexpr = pointers.lengths is not None or (ROW_SHIFT and CONFIG.RAGGED)
     HAS_MASKED: gl.constexpr = MASK_TAIL or (CONFIG.CAUSAL and not CONFIG.SIGNS)
     _q_bufs, _g_bufs, k_bufs, v_bufs = shared.buffers
     offset = sizes.n_k - sizes.n_q
@@ -322,15 +235,21 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
         else:
             v_t = streamed_tile(v_bufs, ring.stage, CONFIG).permute((1, 0))
             dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
-        ds, s, dp = _tile_gradients(
-            s, dp, words, row_terms, bounds, 0, threshold, scalars.scale, HAS_MASKED, MASK_TAIL, 0,
-            CONFIG,
-        )  # fmt: skip
+        row_shift = 0.0
+        if CONFIG.POWER > 1:
+            ds = slopes(s, bounds, 0, threshold, scalars.scale, HAS_MASKED, CONFIG)
+            dp = warpgroup_mma_wait(0, [dp])
+            if ROW_SHIFT:
+                row_shift = partial_pair_sums(ds ^ ds)
+        else:
+            ds, s, dp = tile_gradients(
+                s, dp, words, row_terms, bounds, 0, threshold, scalars.scale, HAS_MASKED,
+                MASK_TAIL, 0, CONFIG,
+            )  # fmt: skip
+            if ROW_SHIFT:
+                row_shift = partial_pair_sums(ds)
         if CONFIG.SIGNS:
             words = next_words
-        row_shift = 0.0
-        if ROW_SHIFT:
-            row_shift = partial_pair_sums(ds)
         held = ring.stage
         ring = advance(ring, CONFIG.STAGES)
 
@@ -344,6 +263,13 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
             mbarrier.arrive(shared.resident_empty.index(consumer), count=1)
         resident_phase ^= 1
 
+        if CONFIG.POWER > 1:
+            if MASK_TAIL:
+                # Padding may hold NaN.
+                dp = mask_keys(dp, bounds, (count - 1) * CONFIG.COLS, False)
+            ds = late_gradients(dp, ds, row_terms, CONFIG)
+            if ROW_SHIFT:
+                row_shift += partial_pair_sums(ds)
         # dQ += dS K of the last key tile.
         k_tile = streamed_tile(k_bufs, held, CONFIG)
         if pointers.lengths is not None:

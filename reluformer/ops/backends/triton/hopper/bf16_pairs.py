@@ -36,27 +36,31 @@ def relu_powers(s, POWER: gl.constexpr):
     With power 1 the second result is the weights again: their sign is all that is needed.
     """
     # Products with |s| keep the sign of s and cost no instruction more: the conversion rectifies.
-    weight = s
+    square = s
     if POWER >= 2:
-        weight = s * gl.abs(s)  # [ROWS, COLS]
-    relu_pow_minus_1 = s
-    if POWER == 4:
-        relu_pow_minus_1 = weight * gl.abs(s)
-        weight = weight * gl.abs(weight)
-    if POWER == 8:
-        fourth = weight * gl.abs(weight)
-        relu_pow_minus_1 = fourth * gl.abs(weight) * gl.abs(s)
-        weight = fourth * gl.abs(fourth)
-    p = _rectified_pairs(weight)
-    pairs_minus_1 = p
-    if POWER > 1:
-        pairs_minus_1 = _rectified_pairs(relu_pow_minus_1)
-    return p, pairs_minus_1
+        square = s * gl.abs(s)  # [ROWS, COLS]
+    if POWER == 1:
+        p = _rectified_pairs(s)  # [ROWS, COLS / 2]
+        relu_pow_minus_1 = p
+    elif POWER == 2:
+        p = _rectified_pairs(square)
+        relu_pow_minus_1 = _rectified_pairs(s)
+    elif POWER == 4:
+        p = _rectified_pairs(square * gl.abs(square))
+        relu_pow_minus_1 = _rectified_pairs(square * gl.abs(s))
+    else:
+        fourth = square * gl.abs(square)
+        p = _rectified_pairs(fourth * gl.abs(fourth))
+        relu_pow_minus_1 = _rectified_pairs(fourth * gl.abs(square) * gl.abs(s))
+    return p, relu_pow_minus_1
 
 
 @gluon.jit
 def score_gradients(dp, relu_pow_minus_1, POWER: gl.constexpr):
     """Pairs of dS = dP * max(s, 0)^(p - 1), without the factor p.
+
+    Products of bfloat16 round once more than products of float32, and take a third of the
+    instructions.
 
     Args:
         dp: gradients of the weights [ROWS, COLS], float32.
@@ -78,12 +82,9 @@ def score_gradients(dp, relu_pow_minus_1, POWER: gl.constexpr):
     else:
         ds = gl.inline_asm_elementwise(
             """{
-            .reg .b32 left, right;
-            shl.b32 left, $3, 16;
-            and.b32 right, $3, 0xffff0000;
-            mul.f32 left, left, $1;
-            mul.f32 right, right, $2;
-            cvt.rn.bf16x2.f32 $0, right, left;
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $2, $1;
+            mul.rn.bf16x2 $0, pair, $3;
             }""",
             "=r,r,r,r", [even, odd, relu_pow_minus_1], gl.int32, is_pure=True, pack=1,
         )  # fmt: skip

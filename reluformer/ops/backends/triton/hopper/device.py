@@ -124,6 +124,29 @@ def release_loaded(empty):
 
 
 @gluon.jit
+def end_block(x):
+    """End a basic block of the assembler; x is any scalar that is not negative.
+
+    ptxas moves arithmetic behind the next wait for products, where no product hides it, and between
+    the instructions of a product, which it delays. It does neither across basic blocks. The branch
+    of this empty loop is never taken.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred done;
+        again:
+        setp.ge.s32 done, $1, 0;
+        @done bra end;
+        nanosleep.u32 32;
+        bra again;
+        end:
+        mov.b32 $0, $1;
+        }""",
+        "=r,r", [x], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def opaque(x):
     """A copy of the scalar x that the assembler cannot identify with x.
 
@@ -191,11 +214,14 @@ def shift_scores(s, threshold, scale, CONFIG: gl.constexpr):
 def mask_keys(x, bounds, col, CAUSAL: gl.constexpr):
     """x [queries, keys from `col` on], or 0 where the key does not exist or is not visible."""
     layout: gl.constexpr = x.type.layout
-    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))  # [COLS]
-    visible = (cols < bounds.end)[None, :]  # [1, COLS]
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))  # [COLS]
     if CAUSAL:
-        rows = bounds.row + bounds.offset + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-        visible = visible & (cols[None, :] <= rows[:, None])  # [ROWS, COLS]
+        # One bound per row, relative to the tile: the columns are then constants of a thread.
+        rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+        ends = gl.minimum(bounds.row + bounds.offset + 1 + rows, bounds.end) - col  # [ROWS]
+        visible = cols[None, :] < ends[:, None]  # [ROWS, COLS]
+    else:
+        visible = (cols < bounds.end - col)[None, :]  # [1, COLS]
     return gl.where(visible, x, 0.0)
 
 

@@ -53,6 +53,7 @@ from reluformer.ops.backends.triton.hopper.device import (
     Bounds,
     Ring,
     advance,
+    end_block,
     key_tile_counts,
     opaque,
     release_loaded,
@@ -148,6 +149,8 @@ def _key_loop(
             mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
         # The product in flight still reads the registers of p.
         next_p = gl.convert_layout(w, p_layout, assert_trivial=True)
+        if CONFIG.POWER > 1 and not LOGS:
+            end_block(v_ring.stage)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_empty.index(v_ring.stage), count=1)
         v_ring = advance(v_ring, CONFIG.STAGES)

@@ -143,7 +143,9 @@ def _config(problem: Problem, level: int, buffering: Buffering, *, signs: bool) 
         SCALE_SCORES=problem.scales_scores,
         ROW_TERMS=level == 1,
         GRAD_SCALED=problem.has_row_factors,
+        RAGGED=problem.settings.max_k % _SIDE > 0,
         SIGNS=signs,
+        SEPARATE_SCORES=problem.settings.power > 1 and problem.q.shape[-1] == 64,
     )
 
 

@@ -26,8 +26,8 @@ from reluformer.ops.backends.triton.run_packed import (
 )
 
 # Number of queries and keys from which on the kernel is faster than the portable one: full calls,
-# causal calls, and causal powers at width 64, where the consumers have few instructions to spare.
-_FROM, _CAUSAL_FROM, _CAUSAL_POWERS_FROM = 256, 512, 2048
+# causal calls, and causal calls of power 8 and width 64.
+_FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
 
 class ForwardTile(NamedTuple):
@@ -112,7 +112,9 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
         POWER=problem.settings.power,
         HAS_THRESHOLD=has_threshold,
         SCALE_SCORES=problem.scales_scores,
-        MASK_TAIL=has_threshold or problem.optional.key_lengths is not None or problem.is_packed,
+        MASK_TAIL=(has_threshold and problem.settings.max_k % tile.keys > 0)
+        or problem.optional.key_lengths is not None
+        or problem.is_packed,
         ROW_SUMS=statistics >= 1,
         ROW_NORMALISE=problem.is_row_normalised,
         ENTROPY_EVERY=problem.settings.entropy_every if statistics == 2 else 1,
@@ -198,11 +200,9 @@ def _is_faster(problem: Problem, statistics: int) -> bool:
     if statistics > 1 and (width == 64 or problem.settings.entropy_every == 1):
         # Only the logarithms of sampled blocks hide behind products, and only long ones.
         return False
-    shortest = _FROM
-    if problem.settings.causal:
-        shortest = (
-            _CAUSAL_POWERS_FROM if width == 64 and problem.settings.power > 1 else _CAUSAL_FROM
-        )
+    shortest = _CAUSAL_FROM if problem.settings.causal else _FROM
+    if problem.settings.causal and problem.settings.power == 8 and width == 64:
+        shortest = _CAUSAL_POWER_8_FROM
     fills_gpu = _items(problem, TILES[width]) >= processors(problem.q.device)
     return fills_gpu and min(problem.settings.max_q, problem.settings.max_k) >= shortest
 
