@@ -120,12 +120,14 @@ def _first_query_tile(
         s, key_tile, low * CONFIG.COLS, threshold, scale, CONFIG.CAUSAL, CONFIG
     )  # [ROWS, COLS / 2]
     g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
+    # The registers of dP^T: those of S^T, whose scores have been read, or others.
     scores = s
     if CONFIG.SEPARATE_SCORES:
         s_layout: gl.constexpr = s.type.layout
         scores = gl.zeros([CONFIG.ROWS, CONFIG.COLS], gl.float32, s_layout)
     dp = warpgroup_mma(v_tile, g_t, scores, use_acc=False, is_async=True)  # [ROWS, COLS]
     if not CONFIG.SEPARATE_SCORES:
+        # dV starts with this tile: nothing is added to it.
         g_tile = streamed_tile(g_bufs, ring.stage, CONFIG)
         dv = warpgroup_mma(as_left_operand(p, p_layout), g_tile, dv, use_acc=False, is_async=True)
     if CONFIG.SIGNS:

@@ -237,9 +237,11 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
             dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
         row_shift = 0.0
         if CONFIG.POWER > 1:
+            # The slopes stand in for dS, which is computed one tile later.
             ds = slopes(s, bounds, 0, threshold, scalars.scale, HAS_MASKED, CONFIG)
             dp = warpgroup_mma_wait(0, [dp])
             if ROW_SHIFT:
+                # Zeros of the right layout.
                 row_shift = partial_pair_sums(ds ^ ds)
         else:
             ds, s, dp = tile_gradients(
@@ -267,6 +269,7 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
             if MASK_TAIL:
                 # Padding may hold NaN.
                 dp = mask_keys(dp, bounds, (count - 1) * CONFIG.COLS, False)
+            # The loop has left dP and the slopes of the last key tile.
             ds = late_gradients(dp, ds, row_terms, CONFIG)
             if ROW_SHIFT:
                 row_shift += partial_pair_sums(ds)
