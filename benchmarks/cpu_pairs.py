@@ -25,6 +25,7 @@ from reluformer import relu_attention
 from reluformer.bench.report import commit
 from reluformer.info import info
 from reluformer.model.config import AttentionConfig
+from reluformer.ops.backends.cpu.native import library
 
 HEADS, WIDTH = 8, 64
 # Calls of a round take at least this many CPU seconds, and there are at least two of them.
@@ -94,6 +95,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write, updated after every shape.")
     arguments = parser.parse_args()
+    if not library.available():
+        raise SystemExit("build the kernels first: python -m reluformer.ops.backends.cpu.native")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for dtype in arguments.dtype or ["float32", "bfloat16"]:
