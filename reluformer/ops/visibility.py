@@ -68,13 +68,21 @@ class Visibility:
             table = self.table(rows, keys, device)
             assert table is not None
             return table.sum(dim=-1)
-        if self.key_lengths is None and rows == 1:
+        end: Tensor | int = keys
+        if self.key_lengths is not None:
+            end = self.key_lengths.to(device).clamp(0, keys).view(-1, 1, 1)
+        elif rows == 1:
             # A single row is the last position: it sees all keys.
             return keys if self.window is None else min(keys, self.window)
-        low, high = self.bounds(rows, keys, device)
-        if isinstance(high, int):
-            return high
-        return high if isinstance(low, int) else (high - low).clamp(min=0)
+        if not self.causal and self.window is None:
+            return end
+        # Not from `bounds`: a first call nests few frames above its kernel.
+        position = torch.arange(keys - rows, keys, device=device)
+        high = position + 1 if self.causal else position + (self.window or 0)
+        high = high.clamp(max=end) if isinstance(end, int) else torch.minimum(high, end)
+        if self.window is not None:
+            high = high - (position - self.window + 1).clamp(min=0)
+        return high.clamp(min=0)
 
     def bounds(
         self, rows: int, keys: int, device: torch.device
