@@ -261,7 +261,10 @@ def main() -> None:
         folder, model = Path(temporary), random_model(shape, "softmax")
         for precision in arguments.precision:
             convert(model, folder / precision, COMPUTE_TYPES[precision][0])
-        rows = [measure(shape, case, folder, arguments) for case in cases(arguments)]
+        rows = []
+        for case in cases(arguments):
+            rows.append(measure(shape, case, folder, arguments))
+            print(rows[-1], file=sys.stderr, flush=True)
         memory = measure_memory(model, folder, arguments.precision)
     report({"shape": asdict(shape), "length": arguments.length, "rows": rows, "memory": memory},
            arguments.json)  # fmt: skip

@@ -41,15 +41,11 @@ class StoredModel(NamedTuple, Generic[M]):
     is_int8: bool
     """Whether tables are stored in int8."""
 
-    def lookup(self, name: str) -> Parameter:
-        """Value of the parameter `name`, which may be shared under another name."""
+    def by_every_name(self) -> dict[str, Parameter]:
+        """Values by all names of the model, also the further names of shared parameters."""
         tensors = self.skeleton.state_dict(keep_vars=True)
-        wanted = tensors[name]
-        return next(
-            self.parameters[other]
-            for other, tensor in tensors.items()
-            if tensor is wanted and other in self.parameters
-        )
+        values = {id(tensors[name]): value for name, value in self.parameters.items()}
+        return {name: values[id(tensor)] for name, tensor in tensors.items()}
 
     def build(self) -> M:
         """The model in float32, in evaluation mode."""

@@ -62,4 +62,4 @@ class NativeModel:
     @classmethod
     def read(cls, stored: StoredModel[ReLUFormer], precision: Precision) -> "NativeModel":
         """The model of parameters on the disk, without building it in torch."""
-        return cls(stored.skeleton, stored.lookup, precision)
+        return cls(stored.skeleton, stored.by_every_name().__getitem__, precision)
