@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from reluformer.config.migration import migrate
 from reluformer.config.schema import build, to_dict
@@ -29,6 +30,28 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMAT = 1
 
 M = TypeVar("M", bound="Model")
+
+
+class _WithoutRandomNumbers(TorchFunctionMode):
+    """Skips random initial values, for which the meta device would import torch's compiler."""
+
+    skipped = (
+        nn.init.normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.uniform_,
+        nn.init.xavier_uniform_,
+        Tensor.normal_,
+        Tensor.uniform_,
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the tensor as it is in place of a random one."""
+        kwargs = kwargs or {}
+        if func in self.skipped:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 class StoredModel(NamedTuple, Generic[M]):
@@ -141,7 +164,7 @@ def _skeleton(
         raise UserError(f"{origin} does not fit this model: it has fewer tensors than layers")
     try:
         # Tensors on the meta device have a shape and no memory.
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutRandomNumbers():
             skeleton = cls(config)
     except (RuntimeError, OverflowError) as error:
         raise UserError(f"{origin} does not fit this model: {error}") from None
