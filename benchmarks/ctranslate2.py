@@ -204,7 +204,11 @@ def measure(
     return row
 
 
-_PEAK = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
+# `ru_maxrss` would count the memory of the process that starts this one.
+_PEAK = """
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(int(status["VmHWM"].split()[0]) / 1024)
+"""
 _CTRANSLATE2 = """
 import sys, ctranslate2
 model = ctranslate2.Translator(sys.argv[1], device="cpu", intra_threads=1, compute_type=sys.argv[2])
