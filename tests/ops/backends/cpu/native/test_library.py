@@ -1,6 +1,7 @@
 """Building the kernels: whole or not at all, by anyone at once, refused in one sentence."""
 
 import logging
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,24 +148,36 @@ def test_other_sources_are_another_library(monkeypatch: pytest.MonkeyPatch, tmp_
     assert library.path(tmp_path) != before
 
 
-@pytest.mark.parametrize("options", ["-mno-avx512bf16 -mno-amx-bf16", "-mno-avx512f -mno-amx-bf16"])
-def test_older_processors_widen_bfloat16(
-    home: Path, monkeypatch: pytest.MonkeyPatch, options: str
+# Cases that run through every loop of the kernels: causal, ragged, windowed, row-normalised.
+CASES = (
+    Case("", queries=171, keys=203, width=40, value_width=72, causal=True, power=4),
+    Case("", queries=37, keys=70, width=33, value_width=7, window=20, statistics=1),
+    Case("", batch=2, queries=50, keys=99, key_lengths=(70, 0), row_normalise=0.1),
+)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="options of x86 compilers")
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [
+        ("-mno-avx512bf16 -mno-amx-bf16", "float32 vectors"),
+        ("-mno-avx512f -mno-amx-bf16", "float32 vectors"),
+        (f"-mamx-tile -mamx-bf16 -include {Path(__file__).parent / 'amx_emulator.h'}", "AMX"),
+    ],
+    ids=["no pairs", "no AVX-512", "AMX in software"],
+)
+def test_other_processors(
+    home: Path, monkeypatch: pytest.MonkeyPatch, options: str, products: str
 ) -> None:
     monkeypatch.setenv("CXX", f"g++ {options}")
     monkeypatch.setattr(library, "_UNITS", library._UNITS[:1])
-    try:
-        widening = library.Kernels(build())
-    except UserError as problem:
-        pytest.skip(f"the compiler is for another processor: {problem}")
-    assert widening.bf16_products == "float32 vectors"
+    kernels = library.Kernels(build())
+    if products == "AMX" and kernels.bf16_products != "AMX":
+        pytest.skip("this processor has no AVX-512 BF16")
+    assert kernels.bf16_products == products
     with monkeypatch.context() as patch:
-        patch.setattr(library, "load", lambda: widening)
-        for case in (
-            Case("", queries=171, keys=203, width=40, value_width=72, causal=True, power=4),
-            Case("", queries=37, keys=70, width=33, value_width=7, window=20, statistics=1),
-            Case("", batch=2, queries=50, keys=99, key_lengths=(70, 0), row_normalise=0.1),
-        ):
+        patch.setattr(library, "load", lambda: kernels)
+        for case in CASES:
             # Only the results are rounded.
             check(op.attend, arguments(case, torch.bfloat16, "cpu"), 3e-3, 6e-3)
             check(op.attend, arguments(case, torch.float32, "cpu"), 3e-6, 9e-6)
