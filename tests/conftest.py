@@ -1,5 +1,6 @@
 """Settings of every test: one seed, one thread, uninitialised memory filled with NaN."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -56,6 +57,16 @@ def seed() -> int:
     """Seed torch before each test, and return the seed."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def unchanged_settings() -> Iterator[None]:
+    """Restore settings of the process that benchmarks and the server change."""
+    log = logging.getLogger("reluformer")
+    level, precision = log.level, torch.get_float32_matmul_precision()
+    yield
+    log.setLevel(level)
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ class Visibility:
         # Not from `bounds`: a first call nests few frames above its kernel.
         position = torch.arange(keys - rows, keys, device=device)
         high = position + 1 if self.causal else position + (self.window or 0)
-        high = high.clamp(max=end) if isinstance(end, int) else torch.minimum(high, end)
+        high = torch.minimum(high, end) if isinstance(end, Tensor) else high.clamp(max=end)
         if self.window is not None:
             high = high - (position - self.window + 1).clamp(min=0)
         return high.clamp(min=0)
@@ -99,7 +99,7 @@ class Visibility:
             return 0, end
         position = torch.arange(keys - rows, keys, device=device)
         high = position + 1 if self.causal else position + (self.window or 0)
-        high = high.clamp(max=end) if isinstance(end, int) else torch.minimum(high, end)
+        high = torch.minimum(high, end) if isinstance(end, Tensor) else high.clamp(max=end)
         low = 0 if self.window is None else (position - self.window + 1).clamp(min=0)
         return low, high.clamp(min=0)
 

@@ -18,7 +18,7 @@ def test_failures_say_why_and_cut_commands_do_not(tmp_path: Path) -> None:
     queue = JobQueue(2, time.monotonic() + 60, tmp_path, lines.append)
     commands = {
         "good": python("print('well')"),
-        "bad": python("import sys; print('first'); sys.exit('the reason\\n')"),
+        "bad": python("import sys; print('first', flush=True); sys.exit('the reason\\n')"),
         "silent": python("import sys; sys.exit(4)"),
     }
     assert queue.run(commands) == ["good"]

@@ -78,8 +78,13 @@ def test_a_failed_build_leaves_nothing(
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "text"])
 def test_a_damaged_library_is_ignored_and_built_again(
-    home: Path, kernels: library.Kernels, damage: str, caplog: pytest.LogCaptureFixture
+    home: Path,
+    kernels: library.Kernels,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("CXX", compiler(home, f"cp {kernels.file} $OUT"))
     file = build()
     code = file.read_bytes()
     middle = len(code) // 2
