@@ -72,8 +72,9 @@ int64_t decoder_step(Decoder* decoder, const Row* rows, int64_t count, float* lo
   } catch (const std::bad_alloc&) {
     return Search::OUT_OF_MEMORY;
   }
+  Barrier barrier;
 #pragma omp parallel num_threads(decoder->threads)
-  decoder->run(Team::current());
+  decoder->run(Team::current(barrier));
   int64_t vocabulary = decoder->sizes.vocabulary;
   for (int64_t r = 0; r < count; r++) {
     memcpy(logits + r * vocabulary, decoder->output().row(r), vocabulary * sizeof(float));

@@ -30,9 +30,10 @@ class Search {
 
   // Runs at most this many steps; returns the number of open hypotheses, or a status.
   int64_t run(int64_t steps) {
+    Barrier barrier;
 #pragma omp parallel num_threads(decoder.threads)
     {
-      Team team = Team::current();
+      Team team = Team::current(barrier);
       for (int64_t i = 0; i < steps && !open.empty() && !status; i++) step(team);
     }
     return status ? status : int64_t(open.size());

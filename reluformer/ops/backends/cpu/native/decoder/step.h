@@ -21,8 +21,9 @@ class Decoder {
         peaks(capacity * chunks()) {
     for (Contexts& layer : contexts) layer.resize(task.sentences * sizes.key_heads);
     Encoder encoder(model, task);
+    Barrier barrier;
 #pragma omp parallel num_threads(threads)
-    encoder.encode(Team::current(), contexts);
+    encoder.encode(Team::current(barrier), contexts);
     for (Context& context : contexts[0]) longest_source = std::max(longest_source, context.keys);
     counts = encoder.counts;
     // Rows only become fewer.
