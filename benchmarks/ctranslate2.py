@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from benchmarks.ctranslate2_model import convert, to_text
-from benchmarks.translate_cpu import Shape, marian, sources_of
-from reluformer.model import AttentionConfig, ModelConfig, ReLUFormer
+from benchmarks.translate_cpu import Shape, marian, our_model, sources_of
+from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import save_int8, save_pretrained
 from reluformer.translation.native.model import NativeModel
 from reluformer.translation.native.search import beam_search
@@ -57,16 +57,7 @@ class Case:
 def random_model(shape: Shape, kind: str) -> ReLUFormer:
     """A model with random weights; all kinds have the same weights."""
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocabulary=shape.vocabulary,
-        width=shape.width,
-        heads=shape.heads,
-        encoder_layers=shape.layers,
-        decoder_layers=shape.layers,
-        slots=shape.slots,
-        attention=AttentionConfig(kind=kind, row_sum_init=None),
-    )
-    return ReLUFormer(config).eval()
+    return our_model(shape, kind)
 
 
 def native_run(model: ReLUFormer, precision: Any) -> tuple[Run, NativeModel]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from reluformer.errors import UserError
 from reluformer.ops import signature
 from reluformer.ops.backends.cpu.native import library
+from tests.native_library import load_or_build
 
 
 @pytest.fixture(autouse=True)
@@ -16,14 +16,7 @@ def no_choices() -> None:
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> library.Kernels:
     """The native kernels, from the user's cache if they are there."""
-    loaded = library.load()
-    if loaded is None:
-        try:
-            # The folder is shared by all workers, which may all build at once.
-            loaded = library.Kernels(library.build(tmp_path_factory.getbasetemp().parent))
-        except UserError as problem:
-            pytest.skip(f"no native kernels: {problem}")
-    return loaded
+    return load_or_build(tmp_path_factory)
 
 
 @pytest.fixture

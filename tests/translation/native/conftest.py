@@ -4,20 +4,14 @@ from functools import cache
 
 import pytest
 
-from reluformer.errors import UserError
 from reluformer.ops.backends.cpu.native import library
+from tests.native_library import load_or_build
 
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> library.Kernels:
     """The native library, from the user's cache if it is there."""
-    loaded = library.load()
-    if loaded is None:
-        try:
-            loaded = library.Kernels(library.build(tmp_path_factory.getbasetemp().parent))
-        except UserError as problem:
-            pytest.skip(f"no native library: {problem}")
-    return loaded
+    return load_or_build(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)
