@@ -4,7 +4,6 @@ Counts are all that comparisons of systems need, so results can be kept and comp
 text of a corpus.
 """
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 from reluformer.errors import UserError
 from reluformer.evaluation.aligned_files import read_aligned
 from reluformer.evaluation.cached_metric import CachedMetric
+from reluformer.files import atomic_path
 
 SUFFIX = ".counts.npz"
 
@@ -40,10 +40,9 @@ def save_counts(folder: Path, test: str, reference: Path, *, documents: bool) ->
         metric = CachedMetric("BLEU", [" ".join(document) for document in right], [segments], "13a")
         arrays[level] = np.array(metric.counts(segments), dtype=np.int32)
         arrays["signature"] = np.array(metric.signature)
-    path = folder / f"{test}{SUFFIX}"
-    partial = path.with_name(f"{path.name}.partial.npz")
-    np.savez_compressed(partial, **arrays)
-    os.replace(partial, path)
+    # numpy adds an ending to names, and none to open files.
+    with atomic_path(folder / f"{test}{SUFFIX}") as partial, open(partial, "wb") as file:
+        np.savez_compressed(file, **arrays)
 
 
 def load_counts(folder: Path, test: str, level: str) -> Counts | None:
