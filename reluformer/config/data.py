@@ -62,6 +62,9 @@ class DataConfig:
     """Longest example on either side, in ids."""
     cross_documents: bool = False
     """Let examples extend across the borders of documents."""
+    mixed_lengths: bool = False
+    """Cut each training document into examples of a random length of its own, from single sentences
+    to `max_length`. The model then translates sentences as well as documents."""
     generated: GeneratedConfig | None = None
     """Size of the generated task; must be unset for a folder."""
 
@@ -70,6 +73,11 @@ class DataConfig:
         check_at_least(2, self, "max_length")
         if self.cross_documents and self.unit == "sentence":
             raise UserError("cross_documents must be false when data.unit is sentence, got true")
+        if self.mixed_lengths and (self.unit == "sentence" or self.cross_documents):
+            raise UserError(
+                "mixed_lengths needs data.unit document and data.cross_documents false, "
+                f"got {self.unit} and {str(self.cross_documents).lower()}"
+            )
         if self.source in GENERATED:
             if self.generated is None:
                 object.__setattr__(self, "generated", GeneratedConfig())

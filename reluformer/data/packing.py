@@ -12,6 +12,8 @@ import numpy as np
 from reluformer.data.corpus import Corpus, Int64s
 from reluformer.errors import UserError
 
+_SHORTEST_LIMIT = 16
+
 
 @dataclass(frozen=True)
 class ExampleSpans:
@@ -35,7 +37,12 @@ class ExampleSpans:
 
 
 def pack_sentences(
-    corpus: Corpus, limit: int, *, cap: int | None = None, cross_documents: bool = False
+    corpus: Corpus,
+    limit: int,
+    *,
+    cap: int | None = None,
+    cross_documents: bool = False,
+    limits: Int64s | None = None,
 ) -> ExampleSpans:
     """Pack consecutive sentences greedily into examples of at most `limit` ids on either side.
 
@@ -45,11 +52,17 @@ def pack_sentences(
         cap: Most ids of a sentence. A sentence between `limit` and `cap` is an example of its own;
             longer ones are excluded. Default: twice the limit.
         cross_documents: Let examples extend across the borders of documents.
+        limits: Lower limits, one for each document, [documents]. A sentence longer than its
+            document's limit is an example of its own.
     """
     cap = 2 * limit if cap is None else cap
     if not 2 <= limit <= cap:
         raise UserError(f"limit and cap must satisfy 2 <= limit <= cap, got {limit} and {cap}")
     count = len(corpus)
+    # The limit of the document of each sentence.
+    longest: int | Int64s = limit
+    if limits is not None:
+        longest = np.repeat(np.minimum(limits, limit), np.diff(corpus.documents))
     if cross_documents:
         ends = np.full(count, count, dtype=np.int64)
     else:
@@ -57,11 +70,22 @@ def pack_sentences(
     for side in (corpus.source, corpus.target):
         offsets = np.asarray(side.offsets)
         # End of the longest span that fits, for each first sentence.
-        fits = np.searchsorted(offsets, offsets[:-1] + limit, side="right") - 1
+        fits = np.searchsorted(offsets, offsets[:-1] + longest, side="right") - 1
         ends = np.minimum(ends, fits)
     alone = ends <= np.arange(count)
     ends[alone] += 1
     return _example_spans(corpus, _chain(ends), limit, cap)
+
+
+def mixed_limits(documents: int, longest: int) -> Int64s:
+    """Random limits of documents for `pack_sentences`, the same in every call, [documents].
+
+    Their logarithms are uniform, from fewer ids than most sentences have to `longest`.
+    """
+    logarithms = np.random.default_rng(0).uniform(
+        np.log(min(_SHORTEST_LIMIT, longest)), np.log(longest), documents
+    )
+    return np.exp(logarithms).round().astype(np.int64)
 
 
 def single_sentences(corpus: Corpus, cap: int) -> ExampleSpans:

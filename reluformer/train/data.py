@@ -11,7 +11,7 @@ from reluformer.config.data import GENERATED, DataConfig
 from reluformer.config.recipe import Recipe
 from reluformer.data.batches import Batch, Batches
 from reluformer.data.corpus import Corpus
-from reluformer.data.packing import ExampleSpans, pack_sentences, single_sentences
+from reluformer.data.packing import ExampleSpans, mixed_limits, pack_sentences, single_sentences
 from reluformer.data.prepare import Prepared
 from reluformer.data.synthetic import sample
 from reluformer.data.tokenizer import Tokenizer
@@ -135,8 +135,12 @@ def _cut(config: DataConfig, split: str, corpus: Corpus) -> ExampleSpans:
     if config.unit == "sentence":
         packing = single_sentences(corpus, config.max_length)
     else:
-        limit = config.max_length
-        packing = pack_sentences(corpus, limit, cap=limit, cross_documents=config.cross_documents)
+        limit, limits = config.max_length, None
+        if config.mixed_lengths and split == "train":
+            limits = mixed_limits(len(corpus.documents) - 1, limit)
+        packing = pack_sentences(
+            corpus, limit, cap=limit, cross_documents=config.cross_documents, limits=limits
+        )
     if not len(packing.spans):
         raise UserError(
             f"data.max_length must fit a sentence of {config.source}, got {config.max_length}, "

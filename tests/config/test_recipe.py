@@ -124,6 +124,7 @@ def test_malformed_overrides_are_refused(path: Path, text: str) -> None:
         (11, "  batch_tokens: 8", "train.batch_tokens must be at least 256 to hold"),
         (3, "  source: folder\n  generated: {}", "data.generated needs data.source to be one of"),
         (3, "  source: copy\n  cross_documents: true", "data.cross_documents must be false"),
+        (3, "  source: copy\n  mixed_lengths: true", "data.mixed_lengths needs data.unit document"),
         (3, "  source: copy\n  generated: {train: 1000000000}", "train must be at most 10000000"),
         (3, "  source: copy\n  source: reverse", "data.source is given twice, first in line 3"),
     ],

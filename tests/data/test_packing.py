@@ -76,6 +76,22 @@ def test_known_packing() -> None:
     assert crossed.spans.tolist() == [[0, 2], [2, 4], [4, 5], [5, 6]]
 
 
+def test_limits_of_documents_apply_to_their_own_sentences() -> None:
+    corpus = corpus_of([[(3, 3), (3, 3), (3, 3)], [(3, 3), (3, 3), (9, 9)], [(3, 3), (3, 3)]])
+    packed = packing.pack_sentences(corpus, 8, cap=12, limits=np.array([3, 8, 99]))
+    assert packed.spans.tolist() == [[0, 1], [1, 2], [2, 3], [3, 5], [5, 6], [6, 8]]
+    assert packed.oversized.tolist() == [5] and not len(packed.excluded)
+
+
+def test_mixed_limits_are_spread_evenly_by_their_logarithm() -> None:
+    limits = packing.mixed_limits(10_000, 512)
+    assert limits.min() >= 16 and limits.max() <= 512
+    shares = np.histogram(np.log2(limits), bins=5, range=(4, 9))[0] / len(limits)
+    assert np.abs(shares - 0.2).max() < 0.02
+    assert (limits == packing.mixed_limits(10_000, 512)).all()
+    assert packing.mixed_limits(5, 8).tolist() == [8] * 5
+
+
 def test_single_sentences() -> None:
     corpus = corpus_of([[(3, 2), (30, 2)], [(1, 9)]])
     packed = packing.single_sentences(corpus, 10)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reluformer.config.recipe import Recipe, recipe_from
@@ -62,6 +63,15 @@ def test_unit_and_max_length_determine_the_examples() -> None:
     spans = short.packing.spans
     assert max(short.corpus.source.lengths(spans).max(), short.corpus.target.lengths(spans).max())
     assert short.corpus.source.lengths(spans).max() <= 40
+
+
+def test_mixed_lengths_cut_training_documents_only() -> None:
+    whole, mixed = load_data(sample_recipe()), load_data(sample_recipe(mixed_lengths=True))
+    sizes = np.diff(mixed.train.packing.spans).ravel()
+    assert sizes.min() == 1 and sizes.max() > 3
+    assert sizes.sum() == len(mixed.train.corpus)
+    assert mixed.dev is not None and whole.dev is not None
+    assert mixed.dev.packing.spans.tolist() == whole.dev.packing.spans.tolist()
 
 
 def test_prepared_folders(tmp_path: Path) -> None:
