@@ -1,4 +1,5 @@
-# make demo       set everything up and run the main example on the data in the repository
+# make demo       set up what it needs and translate a document with the shipped model
+# make tour       set everything up, train two small models, translate and score
 # make quick      lint, types, import contracts and the fast tests: for daily work
 # make test       lint, types, import contracts, printed numbers and the whole suite: before a merge
 # make test-all   the same with more generated examples and line coverage: before a release
@@ -7,25 +8,36 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+BASE   := $(VENV)/.base
 READY  := $(VENV)/.ready
 KERNELS := $(VENV)/.kernels
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo lint quick test test-all test-versions docs clean
+.PHONY: demo tour lint quick test test-all test-versions docs clean
 
-$(READY): pyproject.toml constraints.txt
+# The library with its web server.
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,export,hf]"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps timm
+	$(PIP) torch
+	$(PIP) -e ".[serve]"
+	touch $@
+
+# Everything for development.
+$(READY): $(BASE)
+	$(PIP) -e ".[dev,docs,export,hf]"
+	$(PIP) --no-deps timm
 	touch $@
 
 # Faster CPU kernels. Without a C++ compiler this prints one line and the Python tiles are used.
-$(KERNELS): $(READY) $(wildcard reluformer/ops/backends/cpu/native/* reluformer/ops/backends/cpu/native/decoder/*)
+$(KERNELS): $(BASE) $(wildcard reluformer/ops/backends/cpu/native/* reluformer/ops/backends/cpu/native/decoder/*)
 	$(BIN)/python -m reluformer.ops.backends.cpu.native || true
 	touch $@
 
 demo: $(KERNELS)
 	$(BIN)/python -m reluformer.demo
+
+tour: $(KERNELS)
+	$(BIN)/python -m reluformer.tour
 
 lint: $(READY)
 	$(BIN)/ruff check .

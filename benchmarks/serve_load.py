@@ -1,6 +1,6 @@
 """Load and malformed requests against `reluformer serve`: answers, latencies, memory.
 
-    python -m benchmarks.serve_load --model runs/demo/relu --out results/serve-load.json
+    python -m benchmarks.serve_load --model runs/tour/relu --out results/serve-load.json
 
 Many clients translate texts whose results are known, as JSON, as forms and as streams, while
 others send random bytes, bodies of 10 MB, requests that are cancelled, and requests at a byte a

@@ -1,222 +1,119 @@
-"""Demonstration (`make demo`): train a ReLUFormer and a softmax baseline, translate and score.
-
-Both models are trained at the same time, on one core each, with `reluformer train`. Then they
-translate held-out documents. A second call uses the finished runs.
-"""
+"""Demonstration (`make demo`): translate a document with the shipped model, score and measure."""
 
 import argparse
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn
 
-from reluformer import KeyValueMemory, __version__, relu_attention
-from reluformer.checkpoint import MODEL
-from reluformer.config.recipe import load_recipe
-from reluformer.console import guarded, print_table
-from reluformer.data.synthetic import sample
-from reluformer.errors import UserError
-from reluformer.evaluation.results import Evaluation
+from reluformer import __version__
+from reluformer.console import guarded
+from reluformer.documents.translation import Document, TranslatedSentence
 from reluformer.evaluation.scores import evaluate
+from reluformer.reading import SETTINGS_LIMIT, read_text
+from reluformer.shipped import DEMO_DOCUMENT, TEST_REFERENCE, TEST_SOURCE, shipped_model
+from reluformer.translation.attention_maps import AttentionMaps, compute_maps
+from reluformer.translation.engine import NativeEngine
 from reluformer.translation.translator import Translator
 
-RECIPE = "tiny"
-MODELS = {"ReLU": "relu", "softmax": "softmax"}
-"""Attention of each model, by its name in the output."""
-
-_TEST_SEED, _TEST_DOCUMENTS = 2302, 50
-_POLL = 0.5
-_PLAIN_EVERY = 30.0
-
-Documents = list[list[str]]
+_SHOWN = ("BLEU", "chrF2")
 
 
-def demo(
-    folder: Path, overrides: Sequence[str] = (), documents: int = _TEST_DOCUMENTS
-) -> Evaluation:
-    """Train both models, translate and score held-out documents.
+def demo(folder: Path) -> None:
+    """Translate the demo document, score the test document, and print zeros and speed.
 
     Args:
-        folder: Folder of the two runs.
-        overrides: Assignments such as `"train.steps=10"` to the recipe `tiny`.
-        documents: Number of held-out documents.
+        folder: Folder of the model with the documents of `reluformer.shipped`.
     """
+    start = time.perf_counter()
+    translator = Translator.load(folder, device="cpu")
+    loaded = time.perf_counter() - start
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(f"reluformer {__version__}: attention without softmax\n")
-    _show_memory()
-    print("\n2. Two models, one with ReLU and one with softmax, learn to translate stories about")
-    print("   dates, times and prices into German. This takes about three minutes on two cores.")
-    _train(folder, overrides)
-    # Test documents are as long as training documents.
-    generated = load_recipe(RECIPE, overrides).data.generated
-    assert generated is not None
-    most = generated.lengths[1]
-    pairs = list(sample.documents(_TEST_SEED, documents, (min(3, most), most), split="test"))
-    sources = [[english for english, _ in document] for document in pairs]
-    reference = [[german for _, german in document] for document in pairs]
-    # Models of this size are fastest on one core.
-    torch.set_num_threads(1)
-    translations = {name: _translate(folder / kind, sources) for name, kind in MODELS.items()}
-    print("\n3. The ReLU model translates a held-out document.")
-    _show_document(sources[0], translations["ReLU"][0], reference[0])
-    result = evaluate(reference, translations, documents=True)
-    print(f"\n4. Scores on {len(sources)} held-out documents.")
-    _show_scores(result, translations, reference)
-    return result
+    print("1. The shipped model translates an English document into German.")
+    print(f"   It has {weights / 1e6:.1f} MB of weights and was loaded in {loaded:.2f} s.")
+    document = Document(read_text(folder / DEMO_DOCUMENT, SETTINGS_LIMIT))
+    start = time.perf_counter()
+    sentences = list(document.translate(translator))
+    seconds = time.perf_counter() - start
+    for sentence in sentences:
+        print(f"\n   English  {sentence.source}\n   German   {sentence.target}")
+    print("\n2. Scores on a second document, which was translated by hand.")
+    _show_scores(translator, folder)
+    print("\n3. Zeros and speed on the first document.")
+    _show_zeros(translator, sentences)
+    _show_speed(translator, sentences, seconds)
+    print("\n4. To translate your own text, and to see what each word reads:")
+    print('   echo "We need a common answer." | reluformer translate')
+    print("   reluformer serve      then open http://127.0.0.1:5000 in a browser")
 
 
-def _show_memory() -> None:
-    """Print the common form of attention and feed-forward layers, and check it."""
-    torch.manual_seed(0)
-    tokens, width, slots = 5, 64, 256
-    memory = KeyValueMemory(width, slots, "relu")
-    x = torch.randn(tokens, width)
-    with torch.no_grad():
-        feed_forward = memory(x)
-        q, k, v = (t.view(1, 1, -1, width) for t in (x, memory.keys, memory.values))
-        attention = relu_attention(q, k, v, scale=1.0, length_exponent=0.0)[0, 0]
-    assert isinstance(feed_forward, torch.Tensor)
-    difference = float((attention - feed_forward).abs().max())
-    print("1. One idea: a memory is weights(q K^T) V.")
-    print("   attention      keys and values are other tokens     relu_attention(q, k, v)")
-    print("   feed-forward   keys and values are learned slots    KeyValueMemory(width, slots)(x)")
-    print(f"   Attention to the {slots} slots of a feed-forward layer equals that layer (largest")
-    print(f"   difference {difference:.1g}). ReLUFormer has ReLU in both and softmax in neither.")
-
-
-def _train(folder: Path, overrides: Sequence[str]) -> None:
-    """Train the unfinished models, at the same time."""
-    steps = load_recipe(RECIPE, overrides).train.steps
-    running = {
-        name: _start(folder / kind, [*overrides, f"model.attention.kind={kind}"])
-        for name, kind in MODELS.items()
-        if not (folder / kind / MODEL).is_dir()
-    }
-    if not running:
-        print(f"   Both are trained already; remove {folder} to train them again.")
-        return
-    start = time.monotonic()
-    try:
-        with _watching(list(running), steps) as show:
-            while any(process.poll() is None for process in running.values()):
-                time.sleep(_POLL)
-                show({name: _progress(folder / MODELS[name]) for name in running})
-    finally:
-        for process in running.values():
-            process.terminate()
-    for name, process in running.items():
-        if process.wait():
-            log = (folder / f"{MODELS[name]}.log").read_text(encoding="utf-8").strip()
-            raise UserError(f"training {name} failed: {log.splitlines()[-1] if log else '?'}")
-    print(f"   Trained {steps} steps each in {time.monotonic() - start:.0f} s.")
-
-
-def _start(run: Path, settings: Sequence[str]) -> "subprocess.Popen[bytes]":
-    options = [part for setting in (*settings, "train.threads=1") for part in ("--set", setting)]
-    command = ["reluformer", "train", RECIPE, "--out", str(run), *options]
-    run.parent.mkdir(parents=True, exist_ok=True)
-    with (run.parent / f"{run.name}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
-
-
-def _progress(run: Path) -> tuple[int, float]:
-    """Last logged step of a run, and its loss per token."""
-    try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        record: dict[str, Any] = json.loads(lines[-1])
-    except (OSError, ValueError, IndexError):
-        return 0, float("nan")
-    return int(record["step"]), float(record.get("nll", float("nan")))
-
-
-@contextmanager
-def _watching(names: list[str], steps: int) -> Iterator[Any]:
-    """Yield a function that shows (step, loss) by name: bars on a terminal, lines elsewhere."""
-    if not sys.stdout.isatty():
-        last_line = time.monotonic()
-
-        def write(states: dict[str, tuple[int, float]]) -> None:
-            nonlocal last_line
-            if time.monotonic() - last_line >= _PLAIN_EVERY:
-                last_line = time.monotonic()
-                texts = [f"{name} {_state(*state, steps)}" for name, state in states.items()]
-                print(f"   {'; '.join(texts)}", flush=True)
-
-        yield write
-        return
-    columns = (
-        TextColumn("   {task.description:8}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
+def _show_scores(translator: Translator, folder: Path) -> None:
+    source, reference = (
+        read_text(folder / name, SETTINGS_LIMIT).splitlines()
+        for name in (TEST_SOURCE, TEST_REFERENCE)
     )
-    with Progress(*columns, transient=True) as bars:
-        tasks = {name: bars.add_task(name, total=steps, state="starts") for name in names}
-
-        def draw(states: dict[str, tuple[int, float]]) -> None:
-            for name, (step, nll) in states.items():
-                bars.update(tasks[name], completed=step, state=_state(step, nll, steps))
-
-        yield draw
+    result = evaluate([reference], {"shipped": [translator.document(source)]}, metrics=_SHOWN)
+    scores = [score for score in result.systems[0].scores if score.label in _SHOWN]
+    for score in scores:
+        print(f"   {score.label:6} {score.value:5.1f}   {score.signature}")
 
 
-def _state(step: int, nll: float, steps: int) -> str:
-    return f"step {step} of {steps}, loss {nll:.2f}" if step else "starts"
+def _show_zeros(translator: Translator, sentences: Sequence[TranslatedSentence]) -> None:
+    """Print the share of attention weights that are exactly zero."""
+    encode = translator.tokenizer.encode
+    with torch.inference_mode():
+        maps = [
+            compute_maps(translator.model, translator.tokenizer, encode(source), encode(target))
+            for _, source, target in sentences
+        ]
+    shares = {name: _zeros(maps, name) for name in ("encoder", "decoder", "cross")}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    print(f"   Attention weights that are exactly zero: {parts}.")
+    print("   Softmax has none: every word reads every other word.")
 
 
-def _translate(run: Path, sources: Documents) -> Documents:
-    """Translate all documents in batches."""
-    translator = Translator.load(run, device="cpu")
-    lines = translator.document([line for document in sources for line in (*document, "")])
-    rest = iter(lines)
-    return [[next(rest) for _ in (*document, "")][:-1] for document in sources]
+def _zeros(maps: Sequence[AttentionMaps], site: str) -> float:
+    """Share of exact zeros among the weights of visible keys."""
+    zeros = visible = 0
+    for text in maps:
+        weights = getattr(text, site)  # [layers, H, Tq, Tk]
+        seen = torch.ones(weights.shape[-2:], dtype=torch.bool)
+        seen = seen.tril() if site == "decoder" else seen
+        zeros += int(((weights == 0) & seen).sum())
+        visible += int(seen.sum()) * weights.shape[0] * weights.shape[1]
+    return zeros / visible
 
 
-def _show_document(source: list[str], translation: list[str], reference: list[str]) -> None:
-    for english, german, right in zip(source, translation, reference, strict=True):
-        print(f"\n   English     {english}\n   ReLUFormer  {german}")
-        print("   reference   the same" if german == right else f"   reference   {right}")
-
-
-def _show_scores(
-    result: Evaluation, translations: dict[str, Documents], reference: Documents
+def _show_speed(
+    translator: Translator, sentences: Sequence[TranslatedSentence], seconds: float
 ) -> None:
-    rows = []
-    signatures: dict[str, list[str]] = {}
-    for scores in zip(*(system.scores for system in result.systems), strict=True):
-        first = scores[0]
-        if first.label in ("BLEU", "d-BLEU", "chrF2"):
-            rows.append([first.label, *(f"{score.value:.1f}" for score in scores)])
-            signatures.setdefault(first.signature, []).append(first.label)
-    exact = [_exact(texts, reference) for texts in translations.values()]
-    rows.append(["sentences exactly right", *(f"{share:.0%}" for share in exact)])
-    print_table("", ["score", *translations], rows)
-    for signature, labels in signatures.items():
-        print(f"   {', '.join(labels)}: {signature}")
-
-
-def _exact(translations: Documents, reference: Documents) -> float:
-    """Share of the sentences that equal the reference."""
-    texts, right = (list(chain.from_iterable(side)) for side in (translations, reference))
-    return sum(a == b for a, b in zip(texts, right, strict=True)) / len(right)
+    tokens = sum(len(translator.tokenizer.encode(sentence.target)) for sentence in sentences)
+    search = f"beam {translator.config.beam}, {torch.get_num_threads()} thread(s)"
+    print(f"   {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} per second ({search}).")
+    if isinstance(translator.engine, NativeEngine):
+        skipped = translator.engine.native.skipped
+        slots, values = (
+            1 - read / total
+            for read, total in (
+                (skipped.slots_read, skipped.slots),
+                (skipped.values_read, skipped.values),
+            )
+        )
+        print(
+            f"   The decoder skipped {slots:.0%} of the feed-forward slots and {values:.0%} of the"
+        )
+        print("   attention's values, because their weight is zero.")
 
 
 @guarded
 def main() -> None:
     """Run the demonstration."""
     parser = argparse.ArgumentParser(prog="python -m reluformer.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the runs")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="override a field"
-    )
-    arguments = parser.parse_args()
-    demo(arguments.out, arguments.set)
+    parser.add_argument("--model", type=Path, help="folder with a model and the documents")
+    folder = parser.parse_args().model
+    demo(shipped_model() if folder is None else folder)
 
 
 if __name__ == "__main__":

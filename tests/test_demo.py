@@ -1,77 +1,38 @@
-"""The demonstration runs from end to end, with tiny models."""
+"""The demonstration runs from end to end, with a tiny model in place of the shipped one."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from reluformer.cli import app
-from reluformer.demo import RECIPE, demo
-from reluformer.errors import UserError
-
-SMALL = [
-    "data.generated.train=40",
-    "data.generated.dev=2",
-    "data.generated.lengths=[1, 1]",
-    "data.generated.vocab_size=600",
-    "decode.beam=1",
-    "model.width=16",
-    "model.encoder_layers=1",
-    "model.decoder_layers=1",
-    "model.slots=16",
-    "train.steps=2",
-    "train.warmup=1",
-    "train.bleu_every=null",
-    "train.calibration_batches=1",
-]
+from reluformer.demo import demo
+from reluformer.shipped import DEMO_DOCUMENT, SHIPPED_FOLDER, TEST_REFERENCE, TEST_SOURCE
+from tests.serve.tiny import tiny_model
 
 
-class InProcess:
-    """Replaces the subprocess of a training run by a call in this process."""
-
-    def __init__(self, run: Path, settings: list[str]) -> None:
-        options = [part for setting in settings for part in ("--set", setting)]
-        done = CliRunner().invoke(app, ["train", RECIPE, "--out", str(run), *options])
-        run.parent.mkdir(exist_ok=True)
-        (run.parent / f"{run.name}.log").write_text(done.output, encoding="utf-8")
-        self.status = done.exit_code
-
-    def poll(self) -> int:
-        return self.status
-
-    wait = poll
-
-    def terminate(self) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reluformer.demo._start", InProcess)
-
-
-def test_the_demonstration_trains_translates_and_scores(
+def test_the_demonstration_translates_scores_and_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo(tmp_path / "runs", SMALL, documents=2)
-    first = capsys.readouterr().out
-    for part in (
-        "weights(q K^T) V",
-        "Trained 2 steps",
-        "ReLUFormer",
-        "d-BLEU",
-        "tok:13a",
-        "softmax",
-    ):
-        assert part in first
-    demo(tmp_path / "runs", SMALL, documents=2)
-    again = capsys.readouterr().out
-    assert "trained already" in again
-    assert again.partition("\n3.")[2] == first.partition("\n3.")[2] != ""
+    tiny_model(tmp_path)
+    for name in (TEST_SOURCE, TEST_REFERENCE):
+        shutil.copy(SHIPPED_FOLDER / name, tmp_path)
+    (tmp_path / DEMO_DOCUMENT).write_text("The cat sat. It left.\n\nIt rains.\n", "utf-8")
+    demo(tmp_path)
+    out = capsys.readouterr().out
+    for part in ("The cat sat.\n", "It rains.\n", "chrF2", "tok:13a", "per second", "serve"):
+        assert part in out
+    assert out.count("German  ") == 3
+    shares = [
+        int(word.strip(",.").rstrip("%")) for word in out.split() if word.strip(",.")[-1:] == "%"
+    ]
+    # A random ReLU model without threshold has zeros in every attention.
+    assert all(0 < share < 100 for share in shares[:3])
 
 
-def test_a_failed_training_is_reported_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "relu").mkdir()
-    (tmp_path / "relu" / "letter.txt").touch()
-    with pytest.raises(UserError, match=r"ReLU failed: .*letter.txt and is not a run"):
-        demo(tmp_path, SMALL, documents=2)
+def test_the_documents_of_the_package_are_aligned() -> None:
+    source, reference = (
+        (SHIPPED_FOLDER / name).read_text("utf-8").splitlines()
+        for name in (TEST_SOURCE, TEST_REFERENCE)
+    )
+    assert len(source) == len(reference) == 12
+    assert all(line and line == line.strip() and line.endswith(".") for line in source + reference)

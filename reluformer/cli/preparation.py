@@ -55,7 +55,11 @@ def prepare(
         typer.Option(help="Number of subwords to learn from the training text; default 16,000."),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Use this tokenizer.json instead of learning one.")
+        Path | None,
+        typer.Option(
+            help="Use this tokenizer.json instead of learning one; `shipped` is that of the "
+            "shipped model."
+        ),
     ] = None,
     overwrite: Annotated[
         bool,
@@ -69,12 +73,15 @@ def prepare(
     both files, separate documents. Files may be compressed (.xz, .gz).
     """
     from reluformer.data import prepare as preparing
+    from reluformer.shipped import SHIPPED, shipped_model
 
     if (folder is None) == (out is None):
         raise UserError("prepare needs one folder to write, as its argument or as --out")
     splits = _splits({"train": train, "dev": dev, "test": test}, corpus, root, shards, merge)
     target = folder or out
     assert target is not None
+    if str(tokenizer) == SHIPPED:
+        tokenizer = shipped_model() / "tokenizer.json"
     with progress("sentences") as bar:
         prepared = preparing.prepare(
             target,

@@ -66,7 +66,7 @@ def serve(
     translator = Translator.load(folder, device=device, **search)
     service = Service(
         translator,
-        name=folder.resolve().name,
+        name="ReLU model" if model is None else folder.resolve().name,
         metrics=Metrics(),
         source=source,
         target=target,

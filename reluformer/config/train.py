@@ -17,7 +17,8 @@ class TrainConfig:
     """Number of optimiser steps."""
     start_from: str | None = None
     """Folder of a run whose finished weights initialise this run, for instance a run on shorter
-    examples. Gamma is one of the weights and is then not calibrated."""
+    examples, or `shipped` for the model of the package. Gamma is one of the weights and is then
+    not calibrated."""
     seed: int = 1
     """Seed of initialisation, order of the batches and dropout."""
     batch_tokens: int = 4096

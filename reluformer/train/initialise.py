@@ -20,6 +20,7 @@ from reluformer.model.gamma import Gamma
 from reluformer.model.pretrained import WEIGHTS, distinct_tensors, load_tensors
 from reluformer.ops.family.table import ATTENTIONS
 from reluformer.processes import Processes
+from reluformer.shipped import model_folder
 from reluformer.train.attention_stats import AttentionStats
 from reluformer.train.data import TrainingData, calibration_batches
 from reluformer.train.objective import inputs
@@ -58,7 +59,7 @@ def load_start_weights(model: ReLUFormer, recipe: Recipe, data: TrainingData) ->
     """
     folder = recipe.train.start_from
     assert folder is not None
-    finished = checkpoint.finished_model(Path(folder))
+    finished = checkpoint.finished_model(model_folder(folder))
     if finished is None:
         raise UserError(f"train.start_from must be a run with a finished model, got {folder!r}")
     loaded = checkpoint.load_run(finished)

@@ -148,10 +148,10 @@ def test_running_text_must_be_asked_for(folder: Path) -> None:
 def test_without_a_shipped_model_one_sentence_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(shipped, "_FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", tmp_path)
     with pytest.raises(UserError, match="no shipped model"):
         Translator.load()
     done = CliRunner().invoke(app, ["translate"], input="Hello")
     assert done.exit_code == 2 and "--model" in done.output
-    monkeypatch.setattr(shipped, "_FOLDER", folder)
+    monkeypatch.setattr(shipped, "SHIPPED_FOLDER", folder)
     assert Translator.load()("the cat")
