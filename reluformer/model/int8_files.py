@@ -144,6 +144,7 @@ def _checked(folder: Path, name: str, integers: Tensor, scales: Tensor | None) -
     is_valid = scales.dtype == torch.float32 and bool((scales >= 0).all())
     if not is_valid or not scales.isfinite().all():
         raise UserError(f"{folder} holds {name!r} with scales that are not finite numbers >= 0")
-    if integers.numel() and int(integers.min()) < -LARGEST:
+    # numpy's minimum of bytes is vectorised, torch's is not.
+    if integers.numel() and int(integers.numpy().min()) < -LARGEST:
         raise UserError(f"{folder} holds {name!r} with -128, which is not a weight")
     return Int8Rows(integers, scales)
