@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from reluformer.documents.translation import Document, Pace
-from reluformer.errors import UserError
 from reluformer.inspection.maps import pack_maps
-from reluformer.reading import JSON_LIMIT, read_json_object, read_text
+from reluformer.reading import read_text
 from reluformer.serve.jobs import Emit, Refused
 from reluformer.serve.metrics import Metrics
+from reluformer.serve.twin import read_twin_maps
 from reluformer.shipped import DEMO_DOCUMENT, TWIN_MAPS
 from reluformer.translation.attention_maps import compute_maps
 from reluformer.translation.translator import Translator
@@ -42,14 +42,7 @@ class Demo:
         text = read_text(folder / DEMO_DOCUMENT, 2**16)
         if not (folder / TWIN_MAPS).is_file():
             return cls(text, {})
-        twin = read_json_object(folder / TWIN_MAPS, JSON_LIMIT)
-        try:
-            maps = {str(entry["sentence"]): dict(entry["maps"]) for entry in twin["texts"]}
-            return cls(text, {"name": str(twin["name"]), "maps": maps})
-        except (KeyError, TypeError, ValueError):
-            raise UserError(
-                f"{folder / TWIN_MAPS} must have a name, and maps by sentence"
-            ) from None
+        return cls(text, read_twin_maps(folder / TWIN_MAPS))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The API in the process: answers, limits, errors, nothing kept."""
 
 import asyncio
+import base64
 import json
 import logging
+import lzma
 import threading
 import time
 from collections.abc import Callable
@@ -197,12 +199,32 @@ def test_the_demo_of_a_folder(tmp_path) -> None:
     assert Demo.load(tmp_path) is None
     (tmp_path / "demo.txt").write_text("Hello.", "utf-8")
     assert Demo.load(tmp_path) == Demo("Hello.", {})
-    maps = {"name": "softmax", "texts": [{"sentence": "Hello.", "maps": {"source": []}}]}
-    (tmp_path / "softmax-maps.json").write_text(json.dumps(maps), "utf-8")
-    assert Demo.load(tmp_path).twin["maps"] == {"Hello.": {"source": []}}
-    (tmp_path / "softmax-maps.json").write_text("{}", "utf-8")
-    with pytest.raises(UserError, match="must have a name"):
-        Demo.load(tmp_path)
+    site = {"shape": [1, 1, 1, 3], "scales": [[0.5]], "row_sums": [[[0.5]]], "weights": "A/B"}
+    maps = {
+        "name": "softmax",
+        "texts": [{"sentence": "Hello.", "maps": {"sites": {"cross": site}}}],
+    }
+    file = tmp_path / "softmax-maps.json.xz"
+    file.write_bytes(lzma.compress(json.dumps(maps).encode()))
+    weights = Demo.load(tmp_path).twin["maps"]["Hello."]["sites"]["cross"]["weights"]
+    assert list(memoryview(base64.b64decode(weights)).cast("h")) == [0, 32767, 8]
+
+
+def test_damaged_maps_of_a_twin_are_one_error(tmp_path) -> None:
+    (tmp_path / "demo.txt").write_text("Hello.", "utf-8")
+    file = tmp_path / "softmax-maps.json.xz"
+    site = {"shape": [1, 1, 1, 3], "weights": "AAA"}
+    texts = [
+        {"sentence": "Hello.", "maps": {"sites": {"cross": {**site, **changed}}}}
+        for changed in ({"shape": [3]}, {"shape": [1, 1, 1, 4]}, {"weights": "A?A"}, {"weights": 3})
+    ]
+    documents = [{}, [], {"name": "x", "texts": 3}, *({"name": "x", "texts": [t]} for t in texts)]
+    contents = [lzma.compress(json.dumps(document).encode()) for document in documents]
+    bomb = lzma.compress(b" " * 2**26)
+    for content in (*contents, b"", b"x", contents[0][:-5], bomb):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="must have a name"):
+            Demo.load(tmp_path)
 
 
 def test_the_page_and_its_files_need_no_other_server(client: TestClient) -> None:
