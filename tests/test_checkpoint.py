@@ -98,7 +98,7 @@ def assert_loads(folder: Path, model: ReLUFormer, step: int | None) -> None:
     assert stored.recipe == run.recipe
     for name, tensor in distinct_tensors(model).items():
         assert torch.equal(distinct_tensors(run.model)[name], tensor), name
-        assert torch.equal(stored.model.by_every_name()[name], tensor), name
+        assert torch.equal(stored.model.lookup()(name), tensor), name
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:

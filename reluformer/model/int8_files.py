@@ -5,17 +5,16 @@ parameters are float32. A shard has less than 16 MB, so that a model can be kept
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from reluformer.errors import UserError
 from reluformer.model.int8 import LARGEST, Int8Rows, quantise
-from reluformer.model.tensor_files import tensor_shapes, write_tensors
+from reluformer.model.tensor_files import TensorFile, TensorHeader, write_tensors
 
 Parameter: TypeAlias = Tensor | Int8Rows
 """Value of a parameter of a model: a tensor, or a table in int8."""
@@ -49,8 +48,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> list[str]:
     return names
 
 
-def read_shards(folder: Path, names: Any) -> dict[str, Parameter]:
-    """Read the parameters of shards.
+class Int8Shards(Mapping[str, Parameter]):
+    """Parameters of shards by name, each read and checked when it is looked up.
 
     Args:
         folder: Folder of the model.
@@ -59,22 +58,81 @@ def read_shards(folder: Path, names: Any) -> dict[str, Parameter]:
     Raises:
         UserError: A file is missing or damaged, or has an impossible name.
     """
-    if not isinstance(names, list) or not 0 < len(names) <= MAX_SHARDS:
-        raise UserError(f"{folder} must list 1 to {MAX_SHARDS} files of weights")
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise UserError(f"{folder} lists {str(name)[:80]!r}, which is no file of int8 weights")
-        for key, tensor in _read(folder / name).items():
-            if key in tensors:
-                raise UserError(f"{folder / name} holds {key!r}, which another file holds too")
-            tensors[key] = tensor
-    return _joined(folder, tensors)
 
+    def __init__(self, folder: Path, names: Any) -> None:
+        self.folder = folder
+        self._files: dict[str, TensorFile] = {}
+        for file in _open_shards(folder, names):
+            for key in file:
+                if key in self._files:
+                    raise UserError(f"{file.path} holds {key!r}, which another file holds too")
+                self._files[key] = file
+        self.shapes: dict[str, list[int]] = {}
+        """Shapes of the parameters by name."""
+        self._blocks: dict[str, list[str]] = {}
+        """Names of the stored blocks of rows of each table, in order."""
+        self._group()
 
-def shape_of(parameter: Parameter) -> list[int]:
-    """Shape of a parameter."""
-    return [*(parameter.integers if isinstance(parameter, Int8Rows) else parameter).shape]
+    def __getitem__(self, name: str) -> Parameter:
+        if name not in self._blocks:
+            return self._files[name][name]
+        blocks = [self._block(stored) for stored in self._blocks[name]]
+        if len(blocks) == 1:
+            return blocks[0]
+        return Int8Rows(*(torch.cat(part) for part in zip(*blocks, strict=True)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def _header(self, key: str) -> TensorHeader:
+        return self._files[key].headers[key]
+
+    def _group(self) -> None:
+        """Collect the blocks of rows of each table, and the shapes of all parameters."""
+        starts: dict[str, dict[int, str]] = {}
+        for key in self._files:
+            dtype, shape = self._header(key)
+            if dtype == "I8":
+                match = re.fullmatch(r"(.*)\[([0-9]{1,12})\]", key)
+                name, first = (key, 0) if match is None else (match[1], int(match[2]))
+                if first in starts.setdefault(name, {}):
+                    raise UserError(f"{self.folder} does not hold all rows of {name!r} once")
+                starts[name][first] = key
+            elif not key.endswith(_SCALE):
+                if dtype != "F32":
+                    raise UserError(f"{self.folder} holds {key!r} as {dtype}, not F32 or I8")
+                self.shapes[key] = shape
+        for name, keys in starts.items():
+            height, widths = 0, set()
+            for first, key in sorted(keys.items()):
+                shape, scale = self._header(key).shape, key + _SCALE
+                if len(shape) != 2 or scale not in self._files:
+                    raise UserError(f"{self.folder} holds {key!r} without one scale for each row")
+                if first != height or name in self.shapes:
+                    raise UserError(f"{self.folder} does not hold all rows of {name!r} once")
+                height += shape[0]
+                widths.add(shape[1])
+            if len(widths) > 1:
+                raise UserError(f"{self.folder} holds rows of {name!r} of different widths")
+            self.shapes[name] = [height, *widths]
+            self._blocks[name] = [keys[first] for first in sorted(keys)]
+
+    def _block(self, key: str) -> Int8Rows:
+        """Rows in int8 with valid scales."""
+        integers, scales = self._files[key][key], self._files[key + _SCALE][key + _SCALE]
+        holds = f"{self.folder} holds {key!r}"
+        if scales.shape != integers.shape[:1]:
+            raise UserError(f"{holds} without one scale for each row")
+        is_valid = scales.dtype == torch.float32 and bool((scales >= 0).all())
+        if not is_valid or not scales.isfinite().all():
+            raise UserError(f"{holds} with scales that are not finite numbers >= 0")
+        # numpy's minimum of bytes is vectorised, torch's is not.
+        if integers.numel() and int(integers.numpy().min()) < -LARGEST:
+            raise UserError(f"{holds} with -128, which is not a weight")
+        return Int8Rows(integers, scales)
 
 
 def dequantised(parameter: Parameter) -> Tensor:
@@ -99,52 +157,11 @@ def _parts(name: str, tensor: Tensor) -> list[dict[str, Tensor]]:
     ]
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    # Damaged headers are refused before the library reads them.
-    tensor_shapes(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, LookupError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def _joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Parameter]:
-    """Parameters from stored tensors: rows with their scales, blocks of rows in order."""
-    parameters: dict[str, Parameter] = {}
-    blocks: dict[str, dict[int, Int8Rows]] = {}
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.int8:
-            rows = _checked(folder, name, tensor, tensors.get(name + _SCALE))
-            match = re.fullmatch(r"(.*)\[([0-9]{1,12})\]", name)
-            if match is None:
-                parameters[name] = rows
-            else:
-                blocks.setdefault(match[1], {})[int(match[2])] = rows
-        elif not name.endswith(_SCALE):
-            if tensor.dtype != torch.float32:
-                raise UserError(f"{folder} holds {name!r} as {tensor.dtype}, not float32 or int8")
-            parameters[name] = tensor
-    for name, found in blocks.items():
-        ordered = [found[first] for first in sorted(found)]
-        starts = [0]
-        for rows in ordered:
-            starts.append(starts[-1] + len(rows.integers))
-        widths = {rows.integers.shape[1] for rows in ordered}
-        if starts[:-1] != sorted(found) or len(widths) > 1 or name in parameters:
-            raise UserError(f"{folder} does not hold all rows of {name!r} once")
-        parameters[name] = Int8Rows(*(torch.cat(part) for part in zip(*ordered, strict=True)))
-    return parameters
-
-
-def _checked(folder: Path, name: str, integers: Tensor, scales: Tensor | None) -> Int8Rows:
-    """Rows in int8 with valid scales."""
-    if integers.dim() != 2 or scales is None or scales.shape != integers.shape[:1]:
-        raise UserError(f"{folder} holds {name!r} without one scale for each row")
-    is_valid = scales.dtype == torch.float32 and bool((scales >= 0).all())
-    if not is_valid or not scales.isfinite().all():
-        raise UserError(f"{folder} holds {name!r} with scales that are not finite numbers >= 0")
-    # numpy's minimum of bytes is vectorised, torch's is not.
-    if integers.numel() and int(integers.numpy().min()) < -LARGEST:
-        raise UserError(f"{folder} holds {name!r} with -128, which is not a weight")
-    return Int8Rows(integers, scales)
+def _open_shards(folder: Path, names: Any) -> Iterator[TensorFile]:
+    """Yield the files that `config.json` lists, after a check of their names."""
+    if not isinstance(names, list) or not 0 < len(names) <= MAX_SHARDS:
+        raise UserError(f"{folder} must list 1 to {MAX_SHARDS} files of weights")
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"{folder} lists {str(name)[:80]!r}, which is no file of int8 weights")
+        yield TensorFile(folder / name)

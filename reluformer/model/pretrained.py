@@ -1,6 +1,6 @@
 """Models on disk: `model.safetensors`, or shards in int8, beside `config.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -13,14 +13,8 @@ from reluformer.config.schema import build, to_dict
 from reluformer.errors import UserError
 from reluformer.files import write_json
 from reluformer.model.config import ModelConfig
-from reluformer.model.int8_files import (
-    Parameter,
-    dequantised,
-    read_shards,
-    shape_of,
-    write_shards,
-)
-from reluformer.model.tensor_files import read_tensors, tensor_shapes, write_tensors
+from reluformer.model.int8_files import Int8Shards, Parameter, dequantised, write_shards
+from reluformer.model.tensor_files import TensorFile, read_tensors, tensor_shapes, write_tensors
 from reluformer.reading import read_json_object
 
 if TYPE_CHECKING:
@@ -59,16 +53,20 @@ class StoredModel(NamedTuple, Generic[M]):
 
     skeleton: M
     """The model on the meta device, without memory."""
-    parameters: dict[str, Parameter]
-    """Values by name; a shared parameter appears once."""
+    parameters: Mapping[str, Parameter]
+    """Values by name, each read when it is looked up; a shared parameter appears once."""
     is_int8: bool
     """Whether tables are stored in int8."""
 
-    def by_every_name(self) -> dict[str, Parameter]:
-        """Values by all names of the model, also the further names of shared parameters."""
+    def lookup(self) -> Callable[[str], Parameter]:
+        """Function from a name in the model, also a further name of a shared parameter, to a value.
+
+        Each call reads the value from the disk.
+        """
         tensors = self.skeleton.state_dict(keep_vars=True)
-        values = {id(tensors[name]): value for name, value in self.parameters.items()}
-        return {name: values[id(tensor)] for name, tensor in tensors.items()}
+        stored = {id(tensors[name]): name for name in self.parameters}
+        names = {name: stored[id(tensor)] for name, tensor in tensors.items()}
+        return lambda name: self.parameters[names[name]]
 
     def build(self) -> M:
         """The model in float32, in evaluation mode."""
@@ -111,9 +109,9 @@ def read_pretrained(cls: type[M], folder: Path) -> StoredModel[M]:
 
 def read_model(cls: type[M], config: ModelConfig, weights: Path) -> StoredModel[M]:
     """Read the parameters of a model from a safetensors file; errors as in `model_of`."""
-    skeleton = _skeleton(cls, config, tensor_shapes(weights), weights)
-    parameters: dict[str, Parameter] = {**read_tensors(weights)}
-    return StoredModel(skeleton, parameters, is_int8=False)
+    parameters = TensorFile(weights)
+    shapes = {name: header.shape for name, header in parameters.headers.items()}
+    return StoredModel(_skeleton(cls, config, shapes, weights), parameters, is_int8=False)
 
 
 def model_of(cls: type[M], config: ModelConfig, weights: Path) -> M:
@@ -150,9 +148,9 @@ def _read_description(cls: type[M], folder: Path) -> tuple[dict[str, Any], Model
 
 
 def _read_int8(cls: type[M], config: ModelConfig, folder: Path, files: Any) -> StoredModel[M]:
-    parameters = read_shards(folder, files)
-    shapes = {name: shape_of(value) for name, value in parameters.items()}
-    return StoredModel(_skeleton(cls, config, shapes, folder), parameters, is_int8=True)
+    parameters = Int8Shards(folder, files)
+    skeleton = _skeleton(cls, config, parameters.shapes, folder)
+    return StoredModel(skeleton, parameters, is_int8=True)
 
 
 def _skeleton(

@@ -39,9 +39,9 @@ def test_a_saved_model_is_the_rounded_model(tmp_path: Path, settings: dict[str, 
     for name, value in distinct_tensors(model).items():
         wanted = quantise(value).dequantise() if value.dim() == 2 else value
         assert torch.equal(loaded.state_dict()[name], wanted), name
-    stored = read_pretrained(ReLUFormer, tmp_path).by_every_name()
+    stored = read_pretrained(ReLUFormer, tmp_path).lookup()
     for name in model.state_dict():
-        assert isinstance(stored[name], Int8Rows) == (model.state_dict()[name].dim() == 2)
+        assert isinstance(stored(name), Int8Rows) == (model.state_dict()[name].dim() == 2)
 
 
 def test_shards_are_small_and_large_tables_are_divided(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,36 +10,32 @@ from torch import Tensor, nn
 from reluformer.model import ReLUFormer
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.blocks import AttentionBranch, DecoderLayer, EncoderLayer, MemoryBranch
-from reluformer.model.int8 import Int8Rows, quantise
-from reluformer.model.int8_files import Parameter, dequantised
+from reluformer.model.int8_files import Parameter
 from reluformer.translation.native import layout
 from reluformer.translation.native.support import MEMORY_POWERS
-
-Precision: TypeAlias = Literal["float32", "bfloat16", "int8"]
-KINDS: dict[str, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
-"""Precisions of weights, in the order of `Kind` in `decoder/description.h`."""
+from reluformer.translation.native.tables import PackedTables
 
 Lookup: TypeAlias = Callable[[str], Parameter]
 """Function from the name of a parameter to its value."""
 
 
 class Describer:
-    """Builds the description of a model, and owns the memory that it points to.
+    """Packs the tables of a model and describes it; owns the memory that the description points to.
 
     Args:
         skeleton: The model; only names, shapes and settings are used.
-        lookup: Values of its parameters by name.
-        precision: Precision of tables of weights. Norms and biases are float32.
+        lookup: Values of its parameters by name. Each table is looked up once.
+        tables: Receives the tables of weights.
     """
 
-    def __init__(self, skeleton: ReLUFormer, lookup: Lookup, precision: Precision) -> None:
-        self.model, self.lookup, self.precision = skeleton, lookup, precision
+    def __init__(self, skeleton: ReLUFormer, lookup: Lookup, tables: PackedTables) -> None:
+        self.model, self.lookup, self.tables = skeleton, lookup, tables
         self.owned: list[object] = []
 
     def describe(self) -> layout.Model:
         """The description of the model, valid as long as this object."""
         config = self.model.config
-        target = self._table("target_embedding.weight")
+        target = self.tables.pack(self.lookup("target_embedding.weight"))
         tied = config.tie_embeddings
         encoder, decoder = (
             (layout.Layer * len(stack))(*map(self._layer, names, stack))
@@ -52,9 +48,9 @@ class Describer:
         width, head_width = config.width, config.head_width
         is_rotary = config.positions == "rotary"
         return layout.Model(
-            source_embedding=target if tied else self._table("source_embedding.weight"),
+            source_embedding=target if tied else self._untied("source_embedding"),
             target_embedding=target,
-            output=target if tied else self._table("output.weight"),
+            output=target if tied else self._untied("output"),
             encoder=encoder,
             decoder=decoder,
             encoder_norm=self._norm("encoder_norm", self.model.encoder_norm),
@@ -128,12 +124,13 @@ class Describer:
 
     def _memory(self, name: str, branch: MemoryBranch) -> layout.Memory:
         name, memory = f"{name}.memory", branch.memory
-        has_bias = memory.bias
-        keys_bias = self._numbers(self._vector(f"{name}.keys_bias")) if has_bias else 0
+        keys_bias, values_bias = (
+            self._vector(f"{name}.{part}_bias") if memory.bias else None
+            for part in ("keys", "values")
+        )
         described = layout.Memory(
-            keys=layout.Linear(self._table(f"{name}.keys"), keys_bias),
-            values=self._table(f"{name}.values"),
-            values_bias=self._numbers(self._vector(f"{name}.values_bias")) if has_bias else 0,
+            keys=self.tables.pack(self.lookup(f"{name}.keys"), keys_bias),
+            values=self.tables.pack(self.lookup(f"{name}.values"), values_bias, is_values=True),
             temperature=float(getattr(memory.selector, "temperature", 1.0)),
             power=MEMORY_POWERS[memory.kind],
         )
@@ -141,9 +138,11 @@ class Describer:
             described.norm = self._norm(f"{name}.finish", memory.finish)
         return described
 
-    def _linear(self, name: str) -> layout.Linear:
-        bias = self._numbers(self._vector(f"{name}.bias"))
-        return layout.Linear(self._table(f"{name}.weight"), bias)
+    def _linear(self, name: str) -> int:
+        return self.tables.pack(self.lookup(f"{name}.weight"), self._vector(f"{name}.bias"))
+
+    def _untied(self, name: str) -> int:
+        return self.tables.pack(self.lookup(f"{name}.weight"))
 
     def _norm(self, name: str, norm: nn.Module) -> layout.Norm:
         """A layer norm or RMS norm; nothing for the identity."""
@@ -157,20 +156,6 @@ class Describer:
             gain, 0, torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         )
 
-    def _table(self, name: str) -> layout.Table:
-        """A table of weights in the precision of this model."""
-        value = self.lookup(name)
-        scales = None
-        if self.precision == "int8":
-            rows, scales = value if isinstance(value, Int8Rows) else quantise(value)
-        else:
-            rows = dequantised(value).detach().to(getattr(torch, self.precision))
-        rows = rows.cpu().contiguous()
-        self.owned.append(rows)
-        height, width = rows.shape
-        address = 0 if scales is None else self._numbers(scales)
-        return layout.Table(rows.data_ptr(), address, height, width, KINDS[self.precision])
-
     def _vector(self, name: str) -> Tensor:
         value = self.lookup(name)
         assert isinstance(value, Tensor)
@@ -178,7 +163,8 @@ class Describer:
 
     def _numbers(self, values: Tensor) -> int:
         """Address of float32 numbers, kept alive with this object."""
-        values = values.detach().to("cpu", torch.float32).contiguous()
+        # A view of a file would keep the whole mapping in memory.
+        values = values.detach().to("cpu", torch.float32, copy=True).contiguous()
         self.owned.append(values)
         return values.data_ptr()
 

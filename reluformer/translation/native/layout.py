@@ -22,19 +22,13 @@ class Norm(Structure):
     _fields_ = [("gain", c_void_p), ("bias", c_void_p), ("epsilon", c_double)]
 
 
-class Linear(Structure):
-    """`LinearDescription`."""
-
-    _fields_ = [("table", Table), ("bias", c_void_p)]
-
-
 class Attention(Structure):
     """`AttentionDescription`: projections, norms of heads, and the weight function."""
 
     _fields_ = [
-        ("query", Linear),
-        ("key_value", Linear),
-        ("out", Linear),
+        ("query", c_int64),
+        ("key_value", c_int64),
+        ("out", c_int64),
         ("query_norm", Norm),
         ("key_norm", Norm),
         ("head_norm", Norm),
@@ -51,9 +45,8 @@ class Memory(Structure):
     """`MemoryDescription`."""
 
     _fields_ = [
-        ("keys", Linear),
-        ("values", Table),
-        ("values_bias", c_void_p),
+        ("keys", c_int64),
+        ("values", c_int64),
         ("norm", Norm),
         ("temperature", c_double),
         ("power", c_int64),
@@ -77,9 +70,9 @@ class Model(Structure):
     """`ModelDescription`."""
 
     _fields_ = [
-        ("source_embedding", Table),
-        ("target_embedding", Table),
-        ("output", Table),
+        ("source_embedding", c_int64),
+        ("target_embedding", c_int64),
+        ("output", c_int64),
         ("encoder", POINTER(Layer)),
         ("decoder", POINTER(Layer)),
         ("encoder_norm", Norm),
@@ -146,7 +139,10 @@ def declare(library: ctypes.CDLL) -> None:
         "model_description_size": (c_int64,),
         "task_description_size": (c_int64,),
         "int8_instructions": (ctypes.c_char_p,),
-        "model_new": (c_void_p, POINTER(Model)),
+        "tables_new": (c_void_p,),
+        "tables_free": (None, c_void_p),
+        "tables_pack": (c_int64, c_void_p, POINTER(Table), c_void_p, c_int64),
+        "model_new": (c_void_p, POINTER(Model), c_void_p),
         "model_free": (None, c_void_p),
         "search_new": (c_void_p, c_void_p, POINTER(Task)),
         "search_free": (None, c_void_p),

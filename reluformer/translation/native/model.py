@@ -9,8 +9,9 @@ from typing import Any
 from reluformer.errors import UserError
 from reluformer.model import ModelConfig, ReLUFormer
 from reluformer.model.pretrained import StoredModel
-from reluformer.translation.native.describe import Describer, Lookup, Precision
+from reluformer.translation.native.describe import Describer, Lookup
 from reluformer.translation.native.support import load, why_not
+from reluformer.translation.native.tables import PackedTables, Precision
 
 
 @dataclass
@@ -47,8 +48,10 @@ class NativeModel:
         kernels = load()
         assert kernels is not None
         self.library: Any = kernels.library
-        describer = Describer(skeleton, lookup, precision)
-        self.handle: int = self.library.model_new(ctypes.byref(describer.describe()))
+        tables = PackedTables(self.library, precision)
+        describer = Describer(skeleton, lookup, tables)
+        described = describer.describe()
+        self.handle: int = self.library.model_new(ctypes.byref(described), tables.hand_over())
         if not self.handle:
             raise MemoryError("not enough memory for the model")
         weakref.finalize(self, self.library.model_free, self.handle)
@@ -61,5 +64,5 @@ class NativeModel:
 
     @classmethod
     def read(cls, stored: StoredModel[ReLUFormer], precision: Precision) -> "NativeModel":
-        """The model of parameters on the disk, without building it in torch."""
-        return cls(stored.skeleton, stored.by_every_name().__getitem__, precision)
+        """The model of parameters on the disk, which are packed one by one as they are read."""
+        return cls(stored.skeleton, stored.lookup(), precision)

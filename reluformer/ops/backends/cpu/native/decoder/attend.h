@@ -80,22 +80,22 @@ class Context {
 // list, and keys and values stay where they are.
 class Cache {
  public:
-  static constexpr int64_t STEPS = 32;
-
-  Cache(int64_t layers, int64_t heads, int64_t head_width, int64_t rows)
+  // Memory grows by blocks of at most 32 steps; `longest` steps are the most that there will be.
+  Cache(int64_t layers, int64_t heads, int64_t head_width, int64_t rows, int64_t longest)
       : heads(heads), head_width(head_width), width(padded(head_width, LANES)), rows(rows),
-        table(STEPS * rows * width), size(layers * 2 * heads * table) {}
+        block_steps(std::min<int64_t>(longest, 32)), table(block_steps * rows * width),
+        size(layers * 2 * heads * table) {}
 
   // Makes room for step `length`.
   void extend(int64_t length) {
-    if (length < int64_t(blocks.size()) * STEPS) return;
+    if (length < int64_t(blocks.size()) * block_steps) return;
     blocks.emplace_back();
     blocks.back().reserve(size, false);
   }
 
   // Address of layer 0, head 0 and key of a step and row.
   float* at(int64_t step, int64_t row) const {
-    return blocks[step / STEPS].get() + (step % STEPS * rows + row) * width;
+    return blocks[step / block_steps].get() + (step % block_steps * rows + row) * width;
   }
   int64_t key_offset(int64_t layer, int64_t head) const { return (layer * 2 * heads + head) * table; }
   int64_t value_offset(int64_t layer, int64_t head) const {
@@ -109,7 +109,7 @@ class Cache {
   const int64_t heads, head_width, width;
 
  private:
-  int64_t rows, table, size;
+  int64_t rows, block_steps, table, size;
   std::vector<Buffer<float>> blocks;
 };
 

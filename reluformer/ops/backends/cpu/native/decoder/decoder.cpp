@@ -1,6 +1,6 @@
 // Translation on the CPU without torch: the functions that Python calls.
 //
-// A model copies and packs its weights. Any number of searches may use a model at the same time;
+// Weights are copied when they are packed. Any number of searches may use a model at the same time;
 // a search belongs to one caller at a time.
 
 #include "search.h"
@@ -40,8 +40,24 @@ const char* int8_instructions() {
 }
 
 // Objects are null if memory is exhausted.
-Model* model_new(const ModelDescription* d) {
-  return guarded([&] { return new Model(*d); });
+Tables* tables_new() {
+  return guarded([] { return new Tables; });
+}
+void tables_free(Tables* tables) { delete tables; }
+
+// Packing returns the number of the table, or a status.
+int64_t tables_pack(Tables* tables, const TableDescription* d, const float* bias, int64_t is_values) {
+  try {
+    return is_values ? tables->pack_values(*d, bias) : tables->pack(*d, bias);
+  } catch (const std::bad_alloc&) {
+    return Search::OUT_OF_MEMORY;
+  }
+}
+
+// The model owns the tables, also if it cannot be created.
+Model* model_new(const ModelDescription* d, Tables* tables) {
+  std::unique_ptr<Tables> packed(tables);
+  return guarded([&] { return new Model(*d, std::move(packed)); });
 }
 void model_free(Model* model) { delete model; }
 

@@ -19,15 +19,11 @@ struct NormDescription {
   double epsilon;
 };
 
-struct LinearDescription {
-  TableDescription table;
-  const float* bias;  // [outputs] or null
-};
-
+// Tables are numbers of packed tables, see `Tables`.
 // Softmax if power is 0. Otherwise the weights are max(s + offset, 0)^power * factor * n^-exponent,
 // divided by their sum plus row_normalise if that is above 0. s is the score times `scale`.
 struct AttentionDescription {
-  LinearDescription query, key_value, out;
+  int64_t query, key_value, out;
   NormDescription query_norm, key_norm, head_norm;  // RMS norms of heads
   const float *offset, *factor;                     // [heads]
   double scale, exponent, row_normalise;
@@ -36,9 +32,7 @@ struct AttentionDescription {
 
 // Softmax if power is 0, otherwise max(s, 0)^power; scores are divided by the temperature.
 struct MemoryDescription {
-  LinearDescription keys;
-  TableDescription values;
-  const float* values_bias;
+  int64_t keys, values;
   NormDescription norm;
   double temperature;
   int64_t power;
@@ -52,7 +46,7 @@ struct LayerDescription {
 };
 
 struct ModelDescription {
-  TableDescription source_embedding, target_embedding, output;  // equal addresses are packed once
+  int64_t source_embedding, target_embedding, output;
   const LayerDescription *encoder, *decoder;
   NormDescription encoder_norm, decoder_norm;
   const float *sinusoid_rates, *rotary_rates;  // [width / 2 rounded up], [head width / 2], or null

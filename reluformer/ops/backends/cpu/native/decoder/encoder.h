@@ -44,7 +44,7 @@ class Encoder {
                     std::vector<Contexts>& contexts) {
     int64_t start = starts[first], rows = starts[last] - start;
     team.for_units(rows, [&](int64_t r) {
-      work.embed(*model.source_embedding, sinusoids, r, task.tokens[start + r],
+      work.embed(model.source_embedding, sinusoids, r, task.tokens[start + r],
                  start + r - starts[sentence_of(start + r)]);
     });
     team.sync();

@@ -13,28 +13,48 @@ struct Sizes {
   int64_t key_width() const { return key_heads * head_width; }
 };
 
+// Packed tables of a model, numbered from 0. Python packs them one by one, so that it holds no more
+// than one unpacked table.
+class Tables {
+ public:
+  int64_t pack(const TableDescription& d, const float* bias) {
+    linear.emplace_back(new Table(d, bias, arena));
+    return int64_t(linear.size()) - 1;
+  }
+  int64_t pack_values(const TableDescription& d, const float* bias) {
+    values_.emplace_back(new Values(d, bias, arena));
+    return int64_t(values_.size()) - 1;
+  }
+  const Table& table(int64_t number) const { return *linear[number]; }
+  const Values& values(int64_t number) const { return *values_[number]; }
+
+ private:
+  Arena arena;
+  std::vector<std::unique_ptr<Table>> linear;
+  std::vector<std::unique_ptr<Values>> values_;
+};
+
 struct AttentionLayer {
-  Table query, key_value, out;
+  const Table &query, &key_value, &out;
   Norm query_norm, key_norm, head_norm;
   Rule rule;
 
-  AttentionLayer(const AttentionDescription& d, const Sizes& sizes, Arena& arena)
-      : query(d.query.table, d.query.bias, arena),
-        key_value(d.key_value.table, d.key_value.bias, arena), out(d.out.table, d.out.bias, arena),
+  AttentionLayer(const AttentionDescription& d, const Sizes& sizes, const Tables& tables)
+      : query(tables.table(d.query)), key_value(tables.table(d.key_value)), out(tables.table(d.out)),
         query_norm(d.query_norm, sizes.head_width),
         key_norm(d.key_norm, sizes.head_width), head_norm(d.head_norm, sizes.head_width),
         rule(d, sizes.heads) {}
 };
 
 struct MemoryLayer {
-  Table keys;
-  Values values;
+  const Table& keys;
+  const Values& values;
   Norm norm;
   float temperature;
   int64_t power;
 
-  MemoryLayer(const MemoryDescription& d, const Sizes& sizes, Arena& arena)
-      : keys(d.keys.table, d.keys.bias, arena), values(d.values, d.values_bias, arena),
+  MemoryLayer(const MemoryDescription& d, const Sizes& sizes, const Tables& tables)
+      : keys(tables.table(d.keys)), values(tables.values(d.values)),
         norm(d.norm, sizes.width), temperature(float(d.temperature)), power(d.power) {}
 
   // Scores [slots] become weights.
@@ -60,41 +80,37 @@ struct Layer {
   MemoryLayer memory;
   Norm self_norm, cross_norm, memory_norm;
 
-  Layer(const LayerDescription& d, const Sizes& sizes, bool has_cross, Arena& arena)
-      : self(d.self, sizes, arena),
-        cross(has_cross ? new AttentionLayer(d.cross, sizes, arena) : nullptr),
-        memory(d.memory, sizes, arena), self_norm(d.self_norm, sizes.width),
+  Layer(const LayerDescription& d, const Sizes& sizes, bool has_cross, const Tables& tables)
+      : self(d.self, sizes, tables),
+        cross(has_cross ? new AttentionLayer(d.cross, sizes, tables) : nullptr),
+        memory(d.memory, sizes, tables), self_norm(d.self_norm, sizes.width),
         cross_norm(d.cross_norm, sizes.width), memory_norm(d.memory_norm, sizes.width) {}
 };
 
 struct Model {
   Sizes sizes;
-  Arena arena;
-  std::shared_ptr<Table> source_embedding, target_embedding, output;
+  std::unique_ptr<Tables> tables;
+  const Table &source_embedding, &target_embedding, &output;
   std::vector<std::unique_ptr<Layer>> encoder, decoder;
   Norm encoder_norm, decoder_norm;
   Positions sinusoids, rotations;
   int64_t bos, eos;
 
-  explicit Model(const ModelDescription& d)
+  Model(const ModelDescription& d, std::unique_ptr<Tables> packed)
       : sizes{d.vocabulary, d.width, d.heads, d.key_heads, d.head_width, d.slots,
               bool(d.is_pre_norm)},
+        tables(std::move(packed)), source_embedding(tables->table(d.source_embedding)),
+        target_embedding(tables->table(d.target_embedding)), output(tables->table(d.output)),
         encoder_norm(d.encoder_norm, d.width), decoder_norm(d.decoder_norm, d.width),
         sinusoids(d.sinusoid_rates, (d.width + 1) / 2), rotations(d.rotary_rates, d.head_width / 2),
         bos(d.bos), eos(d.eos) {
-    output = std::make_shared<Table>(d.output, nullptr, arena);
-    bool is_tied = d.target_embedding.rows == d.output.rows;
-    target_embedding = is_tied ? output : std::make_shared<Table>(d.target_embedding, nullptr, arena);
-    is_tied = d.source_embedding.rows == d.target_embedding.rows;
-    source_embedding =
-        is_tied ? target_embedding : std::make_shared<Table>(d.source_embedding, nullptr, arena);
     for (int64_t i = 0; i < d.encoder_layers; i++)
-      encoder.emplace_back(new Layer(d.encoder[i], sizes, false, arena));
+      encoder.emplace_back(new Layer(d.encoder[i], sizes, false, *tables));
     for (int64_t i = 0; i < d.decoder_layers; i++)
-      decoder.emplace_back(new Layer(d.decoder[i], sizes, true, arena));
+      decoder.emplace_back(new Layer(d.decoder[i], sizes, true, *tables));
   }
 
-  Kind kind() const { return output->kind; }
+  Kind kind() const { return output.kind; }
 };
 
 // Memory of a forward pass of up to `rows` tokens.

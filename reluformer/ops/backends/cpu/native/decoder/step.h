@@ -15,7 +15,8 @@ class Decoder {
   Decoder(const Model& model, const TaskDescription& task)
       : model(model), sizes(model.sizes), capacity(task.sentences * task.beams),
         threads(int(task.threads)), contexts(model.decoder.size()), work(model, threads),
-        cache(int64_t(model.decoder.size()), sizes.key_heads, sizes.head_width, capacity),
+        cache(int64_t(model.decoder.size()), sizes.key_heads, sizes.head_width, capacity,
+              *std::max_element(task.longest, task.longest + task.sentences) + 1),
         logits(FLOAT32, sizes.vocabulary), sinusoids(model.sinusoids), rotations(model.rotations),
         used(capacity), next_used(capacity), steps(capacity), sums(capacity * chunks()),
         peaks(capacity * chunks()) {
@@ -58,7 +59,7 @@ class Decoder {
   // Computes `logits` of the next token of every row, with `peaks` and `sums` of parts of them.
   void run(const Team& team) {
     team.for_units(count(), [&](int64_t r) {
-      work.embed(*model.target_embedding, sinusoids, r, rows[r].token, length);
+      work.embed(model.target_embedding, sinusoids, r, rows[r].token, length);
     });
     team.sync();
     const Norm* after = nullptr;
@@ -73,7 +74,7 @@ class Decoder {
       after = &layer.memory_norm;
     }
     work.enter(team, count(), after, model.decoder_norm);
-    model.output->multiply(team, work.input, count(), logits.values, logits.stride);
+    model.output.multiply(team, work.input, count(), logits.values, logits.stride);
     team.sync();
     team.for_units(count() * chunks(), [&](int64_t unit) {
       int64_t r = unit / chunks(), first = unit % chunks() * CHUNK;
