@@ -9,7 +9,7 @@ folder of `benchmarks.language_model_data`. `train` writes the loss curve, the l
 statistics of the attentions and tokens per second. `speed` writes tokens per second of training
 steps and of prefill at several lengths, for transformers' sdpa on cuDNN, for our attention through
 transformers, and for the same model with the kernel called directly. `--tiny` runs either on a CPU
-in seconds.
+in seconds, with autocast as on a GPU.
 """
 
 import argparse
@@ -120,7 +120,7 @@ class _DevLoss(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
         model.eval()
         total = count = 0.0
         batches = torch.utils.data.DataLoader(self.dev, batch_size=8)
-        autocast = torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
+        autocast = torch.autocast(self.device, torch.bfloat16)
         layers = layer_attentions(model)
         with torch.compiler.set_stance("force_eager"), autocast, recording(layers) as records:
             for number, batch in enumerate(batches):
@@ -159,7 +159,7 @@ def train(size: Size, attention: str, data: Path, options: argparse.Namespace) -
             weight_decay=0.1,
             adam_beta2=0.95,
             max_grad_norm=1.0,
-            bf16=device == "cuda",
+            bf16=True,
             optim="adamw_torch_fused",
             logging_steps=max(size.steps // 75, 1),
             logging_nan_inf_filter=False,
@@ -257,7 +257,7 @@ def speed_row(
     batch = max(tokens // length, 1)
     ids = torch.randint(3, size.vocabulary, (batch, length), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    autocast = torch.autocast(device, torch.bfloat16)
 
     def step() -> None:
         with autocast:
@@ -270,7 +270,7 @@ def speed_row(
         model.train()
         training = median_seconds(step, options.repetitions)
         # Weights in half precision, as in serving.
-        model = model.eval().to(torch.bfloat16 if device == "cuda" else torch.float32)
+        model = model.eval().to(torch.bfloat16)
 
         @torch.inference_mode()
         def prefill() -> None:

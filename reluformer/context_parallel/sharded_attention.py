@@ -28,6 +28,7 @@ from reluformer.ops.backends.fused import with_cosines
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.checks import check_attention, check_tensors
 from reluformer.ops.definition import Attention
+from reluformer.ops.gate import in_autocast_dtype
 from reluformer.ops.stats import Stats
 from reluformer.ops.visibility import Visibility
 
@@ -94,6 +95,7 @@ def attention(
         UserError: If an argument is not allowed; nothing has been sent then.
     """
     row = partial_sums.additive(name)
+    q, k, v = in_autocast_dtype(q, k, v)
     check_tensors(q, k, v)
     call = Call(
         q,

@@ -19,6 +19,7 @@ from reluformer.errors import UserError
 from reluformer.ops.backends.fused import with_cosines
 from reluformer.ops.call import Call
 from reluformer.ops.checks import check_attention, check_tensors
+from reluformer.ops.gate import in_autocast_dtype
 from reluformer.ops.growing_buffer import append_slots
 from reluformer.ops.visibility import Visibility
 
@@ -107,6 +108,7 @@ class ShardedCache:
             )
         stored = len(self._positions)
         k, v = self._keys[:, :, :stored], self._values[:, :, :stored]
+        q, k, v = in_autocast_dtype(q, k, v)
         check_tensors(q, k, v)
         scale = row.default_scale(q.shape[-1]) if scale is None else scale
         call = Call(q, k, v, Visibility(), scale)

@@ -15,7 +15,7 @@ from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.checks import check_attention, check_contents
 from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import ATTENTIONS, lookup
-from reluformer.ops.gate import resolve_call
+from reluformer.ops.gate import follow_autocast, resolve_call
 from reluformer.ops.signature import CHOICES, Choice, remember, signature
 from reluformer.ops.stats import SumsLevel
 from reluformer.ops.visibility import Visibility
@@ -37,6 +37,7 @@ def attend(
     Raises:
         UserError: If an argument is not allowed, or the named backend does not support the call.
     """
+    call = follow_autocast(call)
     try:
         key = signature(attention.name, call, options, impl)
         choice = None if key is None else CHOICES.get(key)
@@ -130,9 +131,12 @@ def attention(
     `causal`, `window` or `mask` hides the key, rows in the same tile as a row that sees it may be
     NaN. Keys past `key_lengths` have no effect on any device.
 
+    While autocast is enabled, q, k and v are cast to its dtype, as for torch's
+    `scaled_dot_product_attention`; options such as gamma keep their dtype.
+
     Args:
         name: Key of `reluformer.ATTENTIONS`.
-        q: Queries [B, H, Tq, D].
+        q: Queries [B, H, Tq, D]; q, k and v have one dtype.
         k: Keys [B, Hkv, Tk, D]; H is a multiple of Hkv.
         v: Values [B, Hkv, Tk, Dv].
         mask: Bool, broadcastable to [B, H, Tq, Tk]; True = visible.
@@ -175,7 +179,7 @@ def attention(
         entropy_every,
     )
     if check:
-        check_contents(row, call, options)
+        check_contents(row, follow_autocast(call), options)
     result = attend(row, call, options, impl)
     return result if any(extras) else result.output
 
@@ -258,6 +262,6 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         "row_normalise": row_normalise,
     }
     if check:
-        check_contents(row, call, options)
+        check_contents(row, follow_autocast(call), options)
     result = attend(row, call, options, impl)
     return result if any(extras) else result.output

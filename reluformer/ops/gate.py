@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reluformer.errors import UserError
+from reluformer.ops.backends.torch_state import autocast_dtype
 from reluformer.ops.call import Call
 
 
@@ -25,6 +26,30 @@ def named_tensors(call: Call, options: Mapping[str, Any]) -> list[tuple[str, Ten
     if packing is not None:
         arguments += [("cu_seq_q", packing.cu_q), ("cu_seq_k", packing.cu_k)]
     return [(name, value) for name, value in arguments if isinstance(value, Tensor)]
+
+
+def follow_autocast(call: Call) -> Call:
+    """The call with q, k and v in the dtype of autocast; the same call if autocast is off."""
+    dtype = autocast_dtype(call.q) if isinstance(call.q, Tensor) else None
+    if dtype is None:
+        return call
+    q, k, v = in_autocast_dtype(call.q, call.k, call.v)
+    return call._replace(q=q, k=k, v=v)
+
+
+def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast casts them for torch's `scaled_dot_product_attention`.
+
+    While autocast is enabled for the device of q, floating-point tensors take its dtype, except
+    float64. Values that are not tensors pass; the checks of the call refuse them.
+    """
+    dtype = autocast_dtype(q) if isinstance(q, Tensor) else None
+    return (q, k, v) if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    is_eligible = isinstance(tensor, Tensor) and tensor.is_floating_point()
+    return tensor.to(dtype) if is_eligible and tensor.dtype != torch.float64 else tensor
 
 
 def check_call(call: Call, options: Mapping[str, Any]) -> None:

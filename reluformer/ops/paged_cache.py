@@ -12,7 +12,7 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.api import relu_attention
 from reluformer.ops.backends.fused import per_head_rule
-from reluformer.ops.backends.torch_state import needs_grad
+from reluformer.ops.backends.torch_state import autocast_dtype, needs_grad
 from reluformer.ops.backends.triton.op import paged_attention, supports
 from reluformer.ops.checks import FLOATS
 from reluformer.ops.gate import check_storage, resolve
@@ -109,9 +109,10 @@ class PagedCache:
         """Store the next tokens of every sequence: keys [B, Hkv, T, D], values [B, Hkv, T, Dv].
 
         With `counts`, sequence b stores only its first counts[b] tokens. Every replay of a CUDA
-        graph appends again; pass the number of tokens to `advance`. `impl` is that of
-        `decode_attention`.
+        graph appends again; pass the number of tokens to `advance`. While autocast is enabled, keys
+        and values are cast to the dtype of the cache. `impl` is that of `decode_attention`.
         """
+        keys, values = self._autocast(keys), self._autocast(values)
         self._check(keys, values)
         keys, values = resolve(keys), resolve(values)
         steps = keys.shape[2]
@@ -170,6 +171,10 @@ class PagedCache:
             raise UserError(f"{name} must be {self.batch} numbers of at least 0, got {counts}")
         return counts
 
+    def _autocast(self, tensor: Tensor) -> Tensor:
+        """The tensor in the dtype of the cache if autocast is enabled for its device."""
+        return tensor if autocast_dtype(tensor) is None else tensor.to(self.keys.dtype)
+
     def _check(self, keys: Tensor, values: Tensor) -> None:
         check_storage([("the cache", self.keys), ("keys", keys), ("values", values)])
         for name, new, pool in (("keys", keys, self.keys), ("values", values, self.values)):
@@ -221,7 +226,8 @@ def decode_attention(
     sequence without keys gives zeros.
 
     Args:
-        q: Queries of the newest tokens [B, H, Tq, D].
+        q: Queries of the newest tokens [B, H, Tq, D], in the dtype of the cache unless autocast is
+            enabled, which casts them to it.
         cache: Keys and values of all tokens.
         causal: A row sees the keys up to its position; otherwise all keys of its sequence.
         gamma, length_exponent, power, threshold, row_normalise, scale: As in `relu_attention`.
@@ -229,11 +235,12 @@ def decode_attention(
             "auto": Triton on a GPU if it supports the call, otherwise the reference.
 
     Returns:
-        The output [B, H, Tq, Dv].
+        The output [B, H, Tq, Dv] in the dtype of the cache.
 
     Raises:
         UserError: If an argument is not allowed, or `impl` does not support the call.
     """
+    q = cache._autocast(q)
     _check_queries(q, cache)
     learned = {"gamma": gamma, "threshold": threshold}
     check_storage([("q", q), *learned.items()], learned)
@@ -251,11 +258,12 @@ def decode_attention(
     ):
         return paged_attention(q, cache, per_head_rule(rule, q), scale=scale, causal=causal)
     keys, values = cache.dense()
-    return relu_attention(
+    output: Tensor = relu_attention(
         q, keys, values, mask=_visible(q, cache, keys.shape[2], causal), gamma=gamma,
         length_exponent=length_exponent, power=power, threshold=threshold,
         row_normalise=row_normalise, scale=scale, impl="reference",
     )  # fmt: skip
+    return output.to(q.dtype)
 
 
 def _check_queries(q: Tensor, cache: PagedCache) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced
+from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.call import Call, Prepared
 from reluformer.ops.rule import Rectified
 
@@ -63,7 +63,7 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
     causal, window, every = visibility.causal, visibility.window, call.entropy_every
     return (
         name, impl, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, device, autocast_dtype(q), tensors,
+        q.dtype, k.dtype, v.dtype, device, tensors,
         causal, type(causal), window, type(window), call.scale, call[6:11], type(every),
         types, *options, *values,
     )  # fmt: skip

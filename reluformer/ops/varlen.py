@@ -15,7 +15,7 @@ from reluformer.ops.backends.triton import op as triton
 from reluformer.ops.call import AttentionResult, Call, Packing
 from reluformer.ops.checks import INTS, MOST_KEYS, check_attention
 from reluformer.ops.family.table import ATTENTIONS
-from reluformer.ops.gate import check_call, resolve_call
+from reluformer.ops.gate import check_call, follow_autocast, resolve_call
 from reluformer.ops.stats import RowSums, SumsLevel, row_sums
 from reluformer.ops.visibility import Visibility
 
@@ -114,6 +114,7 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
     call = Call(
         q, k, v, visibility, scale, None, dropout_p, return_sums=return_sums, packing=packing
     )
+    call = follow_autocast(call)
     _check(call, options)
     call, options = resolve_call(call, options)
     if check or (q.device.type == "cpu" and is_untraced(packing.cu_q)):

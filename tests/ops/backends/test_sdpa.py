@@ -74,12 +74,6 @@ def test_half_precision_answers_in_kind(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
 
 
-def test_autocast_answers_in_the_dtype_of_the_query() -> None:
-    q, k, v = make(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attention("softmax", q, k, v, impl="sdpa").dtype is torch.float32
-
-
 def test_softmax_takes_torchs_kernels_by_itself_unless_extras_are_asked_for() -> None:
     q, k, v = make(dtype=torch.float32)
     sdpa, plain = (attention("softmax", q, k, v, impl=impl) for impl in ("sdpa", "auto"))

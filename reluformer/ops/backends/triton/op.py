@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends.torch_state import autocast_dtype, is_untraced, needs_grad
+from reluformer.ops.backends.torch_state import is_untraced, needs_grad
 from reluformer.ops.backends.triton import operators
 from reluformer.ops.backends.triton.layout import last_contiguous, packed_view
 from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
@@ -48,7 +48,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, power: int) -> st
             return f"head widths must be one of {WIDTHS}, and {name} has {width}"
     if power not in POWERS:
         return f"power must be {POWERS_IN_WORDS}, got {power}"
-    if power > 2 and (autocast_dtype(q) or q.dtype) == torch.float16:
+    if power > 2 and q.dtype == torch.float16:
         # Weights are rounded before the row factor is applied; float16 holds neither 16^4 nor
         # 0.01^4.
         return f"power {power} needs bfloat16 or float32, got float16"
@@ -131,8 +131,6 @@ def prepare(call: Call, rule: Rectified, options: Mapping[str, Any]) -> Prepared
     q, k, v, visibility = call.q, call.k, call.v, call.visibility
     if call.packing is not None or visibility.mask is not None or call.dropout_p > 0:
         return None
-    if autocast_dtype(q) not in (None, q.dtype):
-        return None
     for value, name in ((rule.gamma, "gamma"), (rule.threshold, "threshold")):
         if isinstance(value, Tensor) and value is not options.get(name):
             return None
@@ -149,11 +147,8 @@ def prepare(call: Call, rule: Rectified, options: Mapping[str, Any]) -> Prepared
 
 
 def _problem(call: Call, rule: Rectified) -> Problem:
-    """The call as the kernels receive it, in the dtype of autocast."""
+    """The call as the kernels receive it."""
     q, k, v = call.q, call.k, call.v
-    dtype = autocast_dtype(q)
-    if dtype is not None:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     packing, visibility = call.packing, call.visibility
     cu_q = cu_k = seed = None
     max_q, max_k = q.shape[-2], k.shape[-2]
