@@ -283,11 +283,13 @@ def found(attend: Attend, given: Arguments) -> tuple[list[Tensor], dict[str, Ten
 
 
 def spread(given: Arguments) -> dict[str, Tensor]:
-    """For each gradient of one value per head, [H]: the root of the sum of its terms' squares.
+    """For each gradient of one value per head, [H]: the size to measure its error by.
 
-    Such a gradient adds up a term for every weight. With signs at random the sum is of that size;
-    where it happens to cancel, the rounding of terms still is, as is that of the incoming gradient
-    alone: relative to the sum, an error would say how well it cancels and nothing else.
+    Such a gradient adds up a term for every weight. Where the sum happens to cancel, an error
+    relative to it would say how well it cancels and nothing else. Errors are independent for each
+    weight, or shared by a row: a kernel rounds the gradient of a row sum, or of an output row, once
+    for all weights of the row. The result is the root of the sum of squares of all terms, or of
+    the sums of rows, whichever is larger.
     """
     leaves = {name: leaf.detach().double() for name, leaf in given.leaves.items()}
     shape = (*leaves["q"].shape[:3], leaves["k"].shape[2])
@@ -301,9 +303,12 @@ def spread(given: Arguments) -> dict[str, Tensor]:
     outputs = formula(leaves, {**given.options, **terms})
     cotangents = [each.double() for each in given.cotangents]
     grads = torch.autograd.grad(outputs, list(terms.values()), cotangents)
-    return {
-        name: each.square().sum((0, 2, 3)).sqrt() for name, each in zip(terms, grads, strict=True)
-    }
+    sizes = {}
+    for name, grad in zip(terms, grads, strict=True):
+        by_weight = grad.square().sum((0, 2, 3)).sqrt()
+        by_row = grad.sum(-1).square().sum((0, 2)).sqrt()
+        sizes[name] = torch.maximum(by_weight, by_row)
+    return sizes
 
 
 def error(actual: Tensor, wanted: Tensor, size: Tensor | None = None) -> float:
