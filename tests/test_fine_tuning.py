@@ -1,4 +1,4 @@
-"""The commands of docs/fine-tuning.md, as written, with a tiny model in place of the shipped one."""
+"""The commands of docs/fine-tuning.md, as written, with a tiny model as the shipped one."""
 
 import re
 import shlex
