@@ -1,0 +1,208 @@
+"""Scores of the shipped model, as they are printed in its model card.
+
+    reluformer prepare DATA --corpus europarl-doc --root CORPORA --tokenizer shipped
+    python -m benchmarks.model_card --data DATA --check      # compares with the committed results
+    python -m benchmarks.model_card --data DATA --out FILE --float32 RUN --softmax RUN
+
+The native decoder translates the published test documents (`test`) and whole debates
+(`test.long`) with the recommended search, sentences of a document together, and `test` once more
+sentence by sentence. `--float32` and `--softmax` add the model before quantisation and the softmax
+twin, which are not shipped; every system is compared with the shipped model by paired bootstrap.
+
+`--check` exits with 1 unless every score of the shipped model equals the committed one to the last
+digit. Sums of int8 products are exact, but norms and attention weights round differently with
+vectors of another width: another processor may differ in the second decimal.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from reluformer.checkpoint import read_run
+from reluformer.console import guarded
+from reluformer.errors import UserError
+from reluformer.evaluation.aligned_files import Documents, read_aligned
+from reluformer.evaluation.results import Evaluation
+from reluformer.evaluation.scores import evaluate
+from reluformer.files import sha256, write_json
+from reluformer.info import commit, info
+from reluformer.shipped import shipped_model
+from reluformer.translation.translator import Translator
+
+RESULTS = Path(__file__).parents[1] / "results" / "2026-11-16-shipped-model.json"
+SHIPPED = "shipped int8"
+METRICS = ("BLEU", "chrF2")
+
+
+class TestSet(NamedTuple):
+    """A split of the prepared data and how it is translated."""
+
+    name: str
+    split: str
+    is_together: bool
+    """Whether the sentences of a document are translated together."""
+
+
+SETS = (
+    TestSet("test", "test", True),
+    TestSet("test, single sentences", "test", False),
+    TestSet("whole debates", "test.long", True),
+)
+
+
+class SystemSpec(NamedTuple):
+    """A model and the precision that it is translated with."""
+
+    name: str
+    folder: Path
+    precision: Any
+
+
+def translate(
+    system: SystemSpec, sources: Documents, is_together: bool
+) -> tuple[Documents, dict[str, Any]]:
+    """Translations by document, and their cost."""
+    translator = Translator.load(
+        system.folder, device="cpu", decoder="native", precision=system.precision
+    )
+    lines = [line for document in sources for line in (*document, "")]
+    began = time.perf_counter()
+    rest = iter(translator.lines(lines, together=is_together))
+    seconds = time.perf_counter() - began
+    translations = [[next(rest) for _ in (*document, "")][:-1] for document in sources]
+    encode = translator.tokenizer.encode_batch
+    tokens = sum(len(ids) for document in translations for ids in encode(document))
+    return translations, {
+        "name": system.name,
+        "seconds": round(seconds, 1),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "threads": torch.get_num_threads(),
+        "skipped": vars(translator.engine.native.skipped),  # type: ignore[attr-defined]
+    }
+
+
+def score(test: TestSet, data: Path, systems: list[SystemSpec]) -> dict[str, Any]:
+    """Translate one test set with all systems and score them."""
+    files = [data / f"{test.split}.{side}.txt" for side in ("source", "target")]
+    sources, (references,) = read_aligned(files[0], [files[1]], documents=True)
+    hypotheses, costs = {}, []
+    for system in systems:
+        hypotheses[system.name], cost = translate(system, sources, test.is_together)
+        costs.append(cost)
+        print(f"{test.name}: {system.name} took {cost['seconds']} s", file=sys.stderr, flush=True)
+    result = evaluate(references, hypotheses, documents=True, metrics=METRICS)
+    return {
+        "name": test.name,
+        "files": {file.name: sha256(file) for file in files},
+        **_scores(result),
+        "costs": costs,
+    }
+
+
+def _scores(result: Evaluation) -> dict[str, Any]:
+    """Scores by system and label, comparisons with the shipped model, and signatures."""
+    mixed = {
+        system.name: [each for each in system.scores if each.case == "mixed"]
+        for system in result.systems
+    }
+    labels = {each.label: each.signature for each in next(iter(mixed.values()))}
+    return {
+        "sentences": result.sentences,
+        "documents": result.documents,
+        "systems": [
+            {"name": name, **{each.label: each.value for each in scores}}
+            for name, scores in mixed.items()
+        ],
+        "comparisons": [
+            {"label": comparison.label, **comparison._asdict()} for comparison in result.comparisons
+        ],
+        "signatures": labels,
+    }
+
+
+def differences(measured: dict[str, Any], committed: dict[str, Any]) -> Iterator[str]:
+    """Sentences about scores of the shipped model that differ from the committed ones."""
+    expected = {test["name"]: test for test in committed["sets"]}
+    for test in measured["sets"]:
+        before = expected[test["name"]]
+        if test["files"] != before["files"]:
+            yield f"{test['name']}: the text files are not the committed ones"
+        for key in ("sentences", "documents", "signatures"):
+            if test[key] != before[key]:
+                yield f"{test['name']}: {key} {test[key]}, committed {before[key]}"
+        now, then = (
+            next(system for system in one["systems"] if system["name"] == SHIPPED)
+            for one in (test, before)
+        )
+        for label in then:
+            if now[label] != then[label]:
+                yield f"{test['name']}: {label} {now[label]}, committed {then[label]}"
+
+
+def measure(data: Path, systems: list[SystemSpec]) -> dict[str, Any]:
+    """All scores with the description of the model and the machine."""
+    stored = read_run(systems[0].folder)
+    sets = []
+    for test in SETS:
+        # The twin and float32 are needed for documents only.
+        sets.append(score(test, data, systems if test.is_together else systems[:1]))
+        _show(sets[-1])
+    return {
+        "format": "reluformer model card 1",
+        "commit": commit(),
+        "info": info(),
+        "model": {
+            "files": {
+                file.name: sha256(file) for file in sorted(systems[0].folder.glob("*.safetensors"))
+            },
+            "parameters": sum(t.numel() for t in stored.model.skeleton.parameters()),
+            "search": vars(stored.recipe.decode),
+        },
+        "sets": sets,
+    }
+
+
+def _show(test: dict[str, Any]) -> None:
+    for system in test["systems"]:
+        values = "  ".join(f"{key} {system[key]:.2f}" for key in test["signatures"])
+        print(f"{test['name']:24} {system['name']:16} {values}", flush=True)
+
+
+@guarded
+def main() -> None:
+    """Measure, and write or compare the scores."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of `reluformer prepare`")
+    parser.add_argument("--model", type=Path, help="default: the shipped model")
+    parser.add_argument("--float32", type=Path, help="run before quantisation")
+    parser.add_argument("--softmax", type=Path, help="run of the softmax twin")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--check", action="store_true", help=f"compare with results/{RESULTS.name}")
+    arguments = parser.parse_args()
+    systems = [SystemSpec(SHIPPED, arguments.model or shipped_model(), None)]
+    if arguments.float32:
+        systems.append(SystemSpec("float32", arguments.float32, "float32"))
+    if arguments.softmax:
+        systems.append(SystemSpec("softmax float32", arguments.softmax, "float32"))
+        systems.append(SystemSpec("softmax int8", arguments.softmax, "int8"))
+    measured = measure(arguments.data, systems)
+    if arguments.out:
+        write_json(arguments.out, measured)
+    if arguments.check:
+        problems = list(differences(measured, json.loads(RESULTS.read_text("utf-8"))))
+        if problems:
+            raise UserError("; ".join(problems))
+        print("All scores equal the committed ones to the last digit.")
+
+
+if __name__ == "__main__":
+    main()
