@@ -48,7 +48,7 @@ class Context {
       const int32_t* chosen = nullptr;
       read = keys;
       // Softmax has no zeros to leave out.
-      if (rule.power > 0) {
+      if (LEAVES_OUT_ZEROS && rule.power > 0) {
         weights = scratch.kept.data();
         chosen = scratch.chosen.data();
         read = leave_out_zeros(scores, room, R, keys, scratch.kept.data(), room,

@@ -176,7 +176,7 @@ struct SlotWeights {
     }
     counts[block] = int32_t(count);
     // Memory delivers scattered rows at about a quarter of the speed of consecutive ones.
-    if (!is_only || count * 4 < slots) return count;
+    if (LEAVES_OUT_ZEROS && (!is_only || count * 4 < slots)) return count;
     counts[block] = ALL;
     for (int64_t r = 0; r < rows; r++) {
       if (kind == INT8) memcpy(bytes + first + r * stride, quantised + first + r * stride, stride);

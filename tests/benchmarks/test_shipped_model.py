@@ -1,0 +1,87 @@
+"""Scores and decoding of the shipped model are measured and compared, with a tiny model."""
+
+import contextlib
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import model_card, shipped_decoding
+from reluformer.quantise import quantise_run
+from reluformer.shipped import SHIPPED_FOLDER, TEST_REFERENCE, TEST_SOURCE
+from tests.serve.tiny import tiny_model
+from tests.translation.native.conftest import kernels, native  # noqa: F401
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny model in int8, with the documents of the shipped one."""
+    tiny_model(tmp_path / "float32")
+    quantise_run(tmp_path / "float32", tmp_path / "int8")
+    for name in (TEST_SOURCE, TEST_REFERENCE):
+        shutil.copy(SHIPPED_FOLDER / name, tmp_path / "int8")
+    return tmp_path / "int8"
+
+
+def prepared(folder: Path) -> Path:
+    """Text files as `reluformer prepare` writes them."""
+    folder.mkdir()
+    for split in ("test", "test.long"):
+        (folder / f"{split}.source.txt").write_text("<d>\nOne here.\nTwo.\n<d>\nThree.\n", "utf-8")
+        (folder / f"{split}.target.txt").write_text("<d>\nEins hier.\nZwei.\n<d>\nDrei.\n", "utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_scores_are_reproduced_to_the_last_digit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = prepared(tmp_path / "data"), tmp_path / "result.json"
+    call = ["model_card", "--data", str(data), "--model", str(folder)]
+    twin = ["--float32", str(tmp_path / "float32"), "--softmax", str(tmp_path / "float32")]
+    monkeypatch.setattr("sys.argv", [*call, *twin, "--out", str(out)])
+    model_card.main()
+    written = json.loads(out.read_text())
+    names = [system["name"] for system in written["sets"][0]["systems"]]
+    assert names == ["shipped int8", "float32", "softmax float32", "softmax int8"]
+    assert {row["label"] for row in written["sets"][2]["comparisons"]} >= {"BLEU", "d-BLEU"}
+    monkeypatch.setattr(model_card, "RESULTS", out)
+    monkeypatch.setattr("sys.argv", [*call, "--check"])
+    model_card.main()
+
+
+def test_every_difference_is_named() -> None:
+    system = {"name": "shipped int8", "BLEU": 26.123456789}
+    test = {"name": "test", "files": {"test.source.txt": "1"}, "sentences": 2, "documents": 1}
+    committed: dict[str, Any] = {"sets": [{**test, "signatures": {}, "systems": [system]}]}
+    assert list(model_card.differences(committed, committed)) == []
+    measured = copy.deepcopy(committed)
+    measured["sets"][0]["systems"][0]["BLEU"] += 1e-9
+    measured["sets"][0]["files"]["test.source.txt"] = "2"
+    messages = list(model_card.differences(measured, committed))
+    assert (
+        len(messages) == 2
+        and "text files" in messages[0]
+        and "BLEU 26.12345679, committed" in messages[1]
+    )
+
+
+@pytest.mark.slow
+def test_zeros_and_agreement_of_a_tiny_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another build of the library would take long.
+    monkeypatch.setattr(
+        shipped_decoding, "library_without_skipping", lambda folder: contextlib.nullcontext()
+    )
+    out = tmp_path / "decoding.json"
+    options = ["--documents", "3", "--agree", "2", "--turns", "1", "--out", str(out)]
+    shipped_decoding.main(["--model", str(folder), *options])
+    result = json.loads(out.read_text())
+    assert [row["same"] for row in result["agreement"]] == [2, 2]
+    assert {row["precision"] for row in result["speed"]} == {"int8", "float32"}
+    assert 0 < result["zeros"]["attention"]["cross"] < 1
+    assert len(result["zeros"]["slots"]) == 4
