@@ -2,12 +2,14 @@
 
     reluformer prepare DATA --corpus europarl-doc --root CORPORA --tokenizer shipped
     python -m benchmarks.model_card --data DATA --check      # compares with the committed results
-    python -m benchmarks.model_card --data DATA --out FILE --float32 RUN --softmax RUN
+    python -m benchmarks.model_card --data DATA --out FILE --float32 RUN --softmax RUN \\
+        --other tatoeba test.en.xz test.de.xz
 
 The native decoder translates the published test documents (`test`) and whole debates
 (`test.long`) with the recommended search, sentences of a document together, and `test` once more
 sentence by sentence. `--float32` and `--softmax` add the model before quantisation and the softmax
 twin, which are not shipped; every system is compared with the shipped model by paired bootstrap.
+`--other` adds sentences from elsewhere, which are translated one by one.
 
 `--check` exits with 1 unless every score of the shipped model equals the committed one to the last
 digit. Sums of int8 products are exact, but norms and attention weights round differently with
@@ -41,19 +43,27 @@ METRICS = ("BLEU", "chrF2")
 
 
 class TestSet(NamedTuple):
-    """A split of the prepared data and how it is translated."""
+    """Text files, and how they are translated."""
 
     name: str
-    split: str
-    is_together: bool
+    source: Path
+    target: Path
+    has_documents: bool = True
+    is_together: bool = True
     """Whether the sentences of a document are translated together."""
 
 
-SETS = (
-    TestSet("test", "test", True),
-    TestSet("test, single sentences", "test", False),
-    TestSet("whole debates", "test.long", True),
-)
+def europarl(data: Path) -> list[TestSet]:
+    """Test sets of the prepared corpus."""
+    test, long = (
+        [data / f"{split}.{side}.txt" for side in ("source", "target")]
+        for split in ("test", "test.long")
+    )
+    return [
+        TestSet("test", *test),
+        TestSet("test, single sentences", *test, is_together=False),
+        TestSet("whole debates", *long),
+    ]
 
 
 class SystemSpec(NamedTuple):
@@ -88,19 +98,18 @@ def translate(
     }
 
 
-def score(test: TestSet, data: Path, systems: list[SystemSpec]) -> dict[str, Any]:
+def score(test: TestSet, systems: list[SystemSpec]) -> dict[str, Any]:
     """Translate one test set with all systems and score them."""
-    files = [data / f"{test.split}.{side}.txt" for side in ("source", "target")]
-    sources, (references,) = read_aligned(files[0], [files[1]], documents=True)
+    sources, (references,) = read_aligned(test.source, [test.target], documents=test.has_documents)
     hypotheses, costs = {}, []
     for system in systems:
         hypotheses[system.name], cost = translate(system, sources, test.is_together)
         costs.append(cost)
         print(f"{test.name}: {system.name} took {cost['seconds']} s", file=sys.stderr, flush=True)
-    result = evaluate(references, hypotheses, documents=True, metrics=METRICS)
+    result = evaluate(references, hypotheses, documents=test.has_documents, metrics=METRICS)
     return {
         "name": test.name,
-        "files": {file.name: sha256(file) for file in files},
+        "files": {file.name: sha256(file) for file in (test.source, test.target)},
         **_scores(result),
         "costs": costs,
     }
@@ -146,13 +155,13 @@ def differences(measured: dict[str, Any], committed: dict[str, Any]) -> Iterator
                 yield f"{test['name']}: {label} {now[label]}, committed {then[label]}"
 
 
-def measure(data: Path, systems: list[SystemSpec]) -> dict[str, Any]:
+def measure(tests: list[TestSet], systems: list[SystemSpec]) -> dict[str, Any]:
     """All scores with the description of the model and the machine."""
     stored = read_run(systems[0].folder)
     sets = []
-    for test in SETS:
-        # The twin and float32 are needed for documents only.
-        sets.append(score(test, data, systems if test.is_together else systems[:1]))
+    for test in tests:
+        # Other systems are compared on documents only.
+        sets.append(score(test, systems if test.is_together else systems[:1]))
         _show(sets[-1])
     return {
         "format": "reluformer model card 1",
@@ -185,6 +194,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: the shipped model")
     parser.add_argument("--float32", type=Path, help="run before quantisation")
     parser.add_argument("--softmax", type=Path, help="run of the softmax twin")
+    parser.add_argument(
+        "--other", nargs=3, action="append", default=[], metavar=("NAME", "SOURCE", "TARGET")
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--check", action="store_true", help=f"compare with results/{RESULTS.name}")
     arguments = parser.parse_args()
@@ -194,7 +206,11 @@ def main() -> None:
     if arguments.softmax:
         systems.append(SystemSpec("softmax float32", arguments.softmax, "float32"))
         systems.append(SystemSpec("softmax int8", arguments.softmax, "int8"))
-    measured = measure(arguments.data, systems)
+    others = [
+        TestSet(name, Path(source), Path(target), has_documents=False, is_together=False)
+        for name, source, target in arguments.other
+    ]
+    measured = measure([*europarl(arguments.data), *others], systems)
     if arguments.out:
         write_json(arguments.out, measured)
     if arguments.check:

@@ -10,6 +10,7 @@ import torch
 from reluformer import __version__
 from reluformer.console import guarded
 from reluformer.documents.translation import Document, TranslatedSentence
+from reluformer.evaluation.cached_metric import Metric
 from reluformer.evaluation.scores import evaluate
 from reluformer.reading import SETTINGS_LIMIT, read_text
 from reluformer.shipped import DEMO_DOCUMENT, TEST_REFERENCE, TEST_SOURCE, shipped_model
@@ -17,7 +18,7 @@ from reluformer.translation.attention_maps import AttentionMaps, compute_maps
 from reluformer.translation.engine import NativeEngine
 from reluformer.translation.translator import Translator
 
-_SHOWN = ("BLEU", "chrF2")
+_SHOWN: tuple[Metric, ...] = ("BLEU", "chrF2")
 
 
 def demo(folder: Path) -> None:

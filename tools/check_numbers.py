@@ -132,11 +132,14 @@ class Block:
 def main(arguments: list[str] | None = None) -> int:
     """Print one line for each wrong number; return 1 if there is any."""
     parser = argparse.ArgumentParser(description="Check printed numbers against results/.")
-    parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/**/*.md")
+    parser.add_argument(
+        "pages", nargs="*", type=Path, help="default: README.md, docs/**/*.md and the model card"
+    )
     pages = parser.parse_args(arguments).pages
     problems = 0
     checked = 0
-    for page in pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    card = ROOT / "reluformer" / "shipped_models" / "en-de" / "README.md"
+    for page in pages or [ROOT / "README.md", card, *sorted((ROOT / "docs").rglob("*.md"))]:
         count, messages = check_page(page.read_text(), ROOT)
         checked += count
         problems += len(messages)

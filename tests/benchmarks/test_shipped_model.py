@@ -42,11 +42,13 @@ def test_scores_are_reproduced_to_the_last_digit(
     data, out = prepared(tmp_path / "data"), tmp_path / "result.json"
     call = ["model_card", "--data", str(data), "--model", str(folder)]
     twin = ["--float32", str(tmp_path / "float32"), "--softmax", str(tmp_path / "float32")]
-    monkeypatch.setattr("sys.argv", [*call, *twin, "--out", str(out)])
+    other = ["--other", "mine", *(str(data / f"test.{side}.txt") for side in ("source", "target"))]
+    monkeypatch.setattr("sys.argv", [*call, *twin, *other, "--out", str(out)])
     model_card.main()
     written = json.loads(out.read_text())
     names = [system["name"] for system in written["sets"][0]["systems"]]
     assert names == ["shipped int8", "float32", "softmax float32", "softmax int8"]
+    assert [test["documents"] for test in written["sets"]] == [2, 2, 2, None]
     assert {row["label"] for row in written["sets"][2]["comparisons"]} >= {"BLEU", "d-BLEU"}
     monkeypatch.setattr(model_card, "RESULTS", out)
     monkeypatch.setattr("sys.argv", [*call, "--check"])

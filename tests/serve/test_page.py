@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from reluformer.shipped import SHIPPED_FOLDER
 from tests.serve.processes import Server, upper_case_server
 
 CHROMIUM = shutil.which("chromium")
@@ -220,3 +221,25 @@ def test_a_phone_has_no_horizontal_scroll(open_page) -> None:
     boxes = [page.locator(name).bounding_box() for name in ("#source", "#target", "#map")]
     assert boxes[0]["y"] < boxes[1]["y"] < boxes[2]["y"]
     screenshot(page, "serve-phone")
+
+
+@pytest.mark.skipif(not (SHIPPED_FOLDER / "config.json").is_file(), reason="no shipped model")
+def test_the_demo_of_the_shipped_model_has_its_twin_beside(browser: Browser) -> None:
+    server = Server("-m", "reluformer", "serve", "--port", 0)
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.set_default_timeout(30_000)
+    try:
+        page.goto(server.url)
+        page.click("#demo")
+        expect(page.locator("#status")).to_contain_text("16 sentences in", timeout=60_000)
+        page.locator(".word").nth(20).hover()
+        expect(page.locator("#map h4")).to_have_text(["ReLU model", "softmax twin"])
+        relu, twin = page.locator("#map .panel").all()
+        # Both read the same translation.
+        assert relu.locator(".queries").inner_text() == twin.locator(".queries").inner_text()
+        assert twin.locator(".keys .zero").count() == 0 < relu.locator(".keys .zero").count()
+        expect(twin.locator(".facts")).to_contain_text("row sum 1.000, exact zeros 0 of")
+        screenshot(page, "serve-shipped")
+    finally:
+        page.close()
+        server.stop()
