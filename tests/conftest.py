@@ -52,6 +52,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+class FailuresAtOnce:
+    """Plugin that prints a failure when it happens, because a time limit may cut the summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print the end of the traceback of a failed test."""
+        if report.failed:
+            text = "\n".join(report.longreprtext.splitlines()[-30:])
+            self.terminal.write_line(f"\n{report.nodeid}\n{text}", flush=True)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Print failures at once with `pytest -v`."""
+    config = session.config
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    # The project settings hold a `-q`.
+    if config.option.verbose >= 0 and isinstance(terminal, pytest.TerminalReporter):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seed torch before each test, and return the seed."""

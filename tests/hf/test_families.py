@@ -8,7 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from tests.hf.families import (  # noqa: E402  # after the check for the package
+from transformers import CompileConfig  # noqa: E402  # after the check for the package
+
+from tests.hf.families import (  # noqa: E402
     DECODERS,
     FAMILIES,
     GENERATING,
@@ -118,6 +120,24 @@ def test_a_sliding_window_in_a_static_cache() -> None:
     expected = generate(model, "qwen2", use_cache=False, max_new_tokens=9)
     static = generate(model, "qwen2", cache_implementation="static", max_new_tokens=9)
     assert torch.equal(static, expected)
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_a_static_cache() -> None:
+    """On a GPU transformers compiles them by itself."""
+    torch.compiler.reset()
+    model = build("llama", "normalised_relu")
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    config = CompileConfig(backend=count, mode=None)
+    config._compile_all_devices = True
+    static = {"cache_implementation": "static", "compile_config": config}
+    assert torch.equal(generate(model, "llama", **static), generate(model, "llama"))
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -172,6 +172,9 @@ def _problem(call: Call, rule: Rectified) -> Problem:
     gamma = rule.gamma if isinstance(rule.gamma, Tensor) else None
     threshold = rule.threshold if isinstance(rule.threshold, Tensor) else None
     lengths, mask = visibility.key_lengths, visibility.mask
+    if mask is not None and is_untraced(call.q):
+        # Operators do it when they run, because torch 2.11 cannot compile it.
+        mask = mask.view(torch.uint8)
     # Plain calls share one object, which launches recognise.
     optional = NO_INPUTS
     if not (gamma is threshold is lengths is mask is cu_q is seed is None):
@@ -179,7 +182,7 @@ def _problem(call: Call, rule: Rectified) -> Problem:
             gamma,
             threshold,
             None if lengths is None else lengths.contiguous(),
-            None if mask is None else mask.view(torch.uint8),
+            mask,
             cu_q,
             cu_k,
             seed,

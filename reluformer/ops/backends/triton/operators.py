@@ -275,13 +275,23 @@ def _filled(q: Tensor, values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(0, dtype=torch.float32) if t is None else t for t in values)
 
 
+def _for_kernels(problem: Problem) -> Problem:
+    """The problem with a bool mask as bytes."""
+    mask = problem.optional.mask
+    if mask is None or mask.dtype != torch.bool:
+        return problem
+    return problem._replace(optional=problem.optional._replace(mask=mask.view(torch.uint8)))
+
+
 def _run(*arguments: Any) -> tuple[Tensor, ...]:
     problem, (statistics,) = unflatten(arguments)
+    problem = _for_kernels(problem)
     return _filled(problem.q, host().run_forward.forward(problem, statistics))
 
 
 def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, (*gradients, needs_shift) = unflatten(arguments)
+    problem = _for_kernels(problem)
     run_backward = host().run_backward
     grads = run_backward.Gradients(*gradients)
     return _filled(problem.q, run_backward.backward(problem, grads, needs_shift))

@@ -1,12 +1,16 @@
 """The fused kernels against the formula, in Triton's interpreter or, with `-m gpu`, on a GPU."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
 
 from reluformer import relu_attention
 from reluformer.errors import UserError
@@ -261,7 +265,7 @@ def test_two_runs_agree_bit_by_bit_and_keep_the_layout() -> None:
     assert first[1]["q"].transpose(1, 2).is_contiguous()
 
 
-def _check_compiled(given: Arguments, backend: str) -> None:
+def _check_compiled(given: Arguments, backend: str | Callable[..., Any]) -> None:
     leaves = list(given.leaves.values())
 
     def step(scale: float) -> Tensor:
@@ -283,6 +287,22 @@ def test_compiled_without_a_graph_break() -> None:
     with tuning.override(dict(SMALL)):
         for case in (CASES[8], replace(CASES[2], gamma=True, row_normalise=0.1)):
             _check_compiled(arguments(case, torch.float32, "cpu"), "aot_eager")
+
+
+@on_cpu
+def test_a_compiler_sees_no_reinterpreted_mask() -> None:
+    """Inductor of torch 2.11 cannot view bool as uint8."""
+    given, operations = arguments(CASES[8], torch.float32, "cpu"), set()
+
+    def keep(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        operations.update(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    assert given.options["mask"] is not None
+    with tuning.override(dict(SMALL)):
+        _check_compiled(given, aot_autograd(fw_compiler=keep))
+    assert "reluformer.rectified_attention_backward.default" in operations
+    assert "aten.view.dtype" not in operations
 
 
 @pytest.mark.parametrize("row_normalise", [0.0, 0.1])

@@ -37,7 +37,7 @@ class OptionalInputs(NamedTuple):
     key_lengths: Tensor | None
     """[B], int32 or int64."""
     mask: Tensor | None
-    """uint8, broadcastable to [B, H, Tq, Tk]; nonzero where a query may see a key."""
+    """uint8 (bool in operators), broadcastable to [B, H, Tq, Tk]; nonzero for visible keys."""
     cu_q: Tensor | None
     """[sequences + 1], int32 or int64: first query row of each packed sequence."""
     cu_k: Tensor | None
