@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from reluformer import relu_attention
+from reluformer.info import info
 from reluformer.ops.backends.cpu.native import library
 from reluformer.ops.backends.triton import op
 from reluformer.ops.visibility import Visibility
@@ -331,6 +332,8 @@ def main() -> None:
         import triton
 
         found |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+    else:
+        found |= {"device": ", ".join(info()["devices"]), "kernels": library.summary()}
     found |= {"seconds": round(time.monotonic() - begin, 1), **summary(results)}
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

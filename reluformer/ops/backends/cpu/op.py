@@ -21,6 +21,9 @@ from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.hidden import has_nonfinite
 from reluformer.ops.rule import Rectified
 
+# Row-normalised training with fewer keys is computed in float32.
+_SHORT_ROW = 128
+
 
 def why_not(call: Call, rule: Rectified) -> str | None:
     """One clause that says why this backend cannot run the call, or None if it can."""
@@ -71,14 +74,20 @@ def _needs_float32(plan: Plan, rule: Rectified) -> bool:
     """Whether bfloat16 would not be accurate enough.
 
     Tables in plain torch round scores, and the eighth power multiplies that error by eight. The
-    gradients of a threshold and of row-normalised weights are differences of large rounded numbers.
-    Native kernels round weights and outputs only, which matters if both and a high power meet.
+    gradients of a threshold and of row-normalised weights are sums whose terms may cancel. Native
+    kernels round weights and outputs only. That spoils the gradient of gamma, a sum over outputs.
+    With row-normalised weights it spoils the gradient of a threshold, and all those of short rows.
     """
     if plan.is_native:
-        learns_threshold = isinstance(rule.threshold, Tensor) and rule.threshold.requires_grad
-        return rule.power > 4 and rule.row_normalise is not None and learns_threshold
+        divides = rule.row_normalise is not None
+        learns = _is_learned(rule.gamma) or (divides and _is_learned(rule.threshold))
+        return plan.needs_grad and (learns or (divides and plan.keys < _SHORT_ROW))
     sums = rule.row_normalise is not None or isinstance(rule.threshold, Tensor)
     return rule.power > 2 or (plan.needs_grad and sums)
+
+
+def _is_learned(value: Tensor | float) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _in_float32(call: Call, rule: Rectified) -> KernelResult:
