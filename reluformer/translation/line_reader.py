@@ -20,6 +20,9 @@ _MOST_CHARACTERS = 2**26
 _QUEUED_CHUNKS = 4
 # Seconds that a pipe may be silent before the lines that have arrived are translated.
 _PATIENCE = 0.05
+# Seconds between wake-ups of a silent pipe: an interruption that arrives at the moment at which the
+# main thread starts to wait does not end the wait.
+_POLL = 0.5
 
 
 class LineReader:
@@ -84,7 +87,13 @@ class LineReader:
             arguments = (_unlocked_read(self._file), self._chunks)
             self._thread = threading.Thread(target=_read_ahead, args=arguments, daemon=True)
             self._thread.start()
-        chunk = self._chunks.get(timeout=patience)
+        while True:
+            try:
+                chunk = self._chunks.get(timeout=_POLL if patience is None else patience)
+                break
+            except queue.Empty:
+                if patience is not None:
+                    raise
         with name_read_errors(self.name):
             if isinstance(chunk, Exception):
                 raise chunk

@@ -3,6 +3,8 @@
 import gzip
 import io
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -120,3 +122,25 @@ def test_a_document_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match="input, line 34 is in a document of more than 100 char"):
         translate(b"abc\n" * 50, document=True)
     assert translate(b"abc\n\n" * 50, document=True) == b"ABC\n\n" * 50
+
+
+def test_an_interruption_that_another_thread_receives_is_not_lost() -> None:
+    code = """
+import os, signal, threading, time
+from reluformer.translation.line_reader import LineReader
+
+def interrupt():
+    time.sleep(0.3)
+    # Python runs handlers in the main thread, which this does not wake.
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+reading, writing = os.pipe()
+threading.Thread(target=interrupt).start()
+try:
+    next(LineReader(os.fdopen(reading, "rb"), "pipe").blocks(1))
+except KeyboardInterrupt:
+    os._exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == 130
