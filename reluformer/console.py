@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import typer
+from typer.core import TyperGroup
 
 from reluformer.errors import Diverged, UserError
 
@@ -22,6 +23,9 @@ R = TypeVar("R")
 
 # Exit statuses besides 0.
 FAILURE, MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+
+# Mistakes in options and arguments, which Typer finds.
+_USAGE_ERRORS = typer.BadParameter.__bases__
 
 # Seconds before progress is shown, and between lines of progress without a terminal.
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
@@ -49,13 +53,41 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         except BaseException as error:
             if os.environ.get("RELUFORMER_DEBUG"):
                 raise
-            message, status = _describe_failure(error)
-        if status == BROKEN_PIPE:
-            sys.exit(status)
-        print(f"reluformer: {_printable(message)}", file=sys.stderr, flush=True)
-        sys.exit(status)
+            _exit(error)
 
     return run
+
+
+class CommandGroup(TyperGroup):
+    """Commands whose mistaken options, and failures outside a command, are one line, too."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Parse the arguments, run the command, and exit unless `standalone_mode` is false."""
+        standalone = options.pop("standalone_mode", True)
+        try:
+            status = super().main(*arguments, **{**options, "standalone_mode": False})
+            if not standalone:
+                return status
+            # Help and versions are printed outside commands.
+            sys.stdout.flush()
+        except BaseException as error:
+            is_debugging = bool(os.environ.get("RELUFORMER_DEBUG"))
+            if not standalone or is_debugging or isinstance(error, SystemExit):
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                # Without a command, all commands are listed.
+                cast(Any, error).show()
+                sys.exit(MISTAKE)
+            _exit(error)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _exit(error: BaseException) -> NoReturn:
+    """Print one line about a failure, unless the reader of the output has left, and exit."""
+    message, status = _describe_failure(error)
+    if status != BROKEN_PIPE:
+        print(f"reluformer: {_printable(message)}", file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 def _printable(text: str) -> str:
@@ -67,6 +99,8 @@ def _describe_failure(error: BaseException) -> tuple[str, int]:
     """One sentence about a failure, and the exit status."""
     if isinstance(error, UserError):
         return str(error), MISTAKE
+    if isinstance(error, _USAGE_ERRORS):
+        return _describe_usage(error), MISTAKE
     if isinstance(error, Diverged):
         return str(error), DIVERGED
     if isinstance(error, KeyboardInterrupt):
@@ -89,6 +123,13 @@ def _describe_failure(error: BaseException) -> tuple[str, int]:
         "report it with the traceback that RELUFORMER_DEBUG=1 shows",
         FAILURE,
     )
+
+
+def _describe_usage(error: Any) -> str:
+    """The sentence of a mistaken option, with the command that lists the options."""
+    message = str(error.format_message()).removesuffix(".")
+    path = "reluformer" if error.ctx is None else error.ctx.command_path
+    return f"{message[:1].lower()}{message[1:]}; see {path} --help"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

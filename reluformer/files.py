@@ -9,10 +9,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from reluformer.errors import UserError
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written."""
@@ -93,13 +95,42 @@ def check_writable(path: Path) -> None:
     """
     if _is_node(path):
         return
-    folder = _follow_link(path).parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise _os_error(errno.ENOTDIR, path)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise _os_error(errno.EACCES, path)
+    _check_place(_follow_link(path).parent, path)
+
+
+def check_folder(path: Path) -> None:
+    """Raise the OSError that creating or filling the folder `path` would raise."""
+    _check_place(_follow_link(path), path)
+
+
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | None] = ()) -> None:
+    """Check the files that a command writes, before it starts to work.
+
+    Args:
+        outputs: Files to write; None for an option that is not used.
+        inputs: Files that the command reads.
+
+    Raises:
+        OSError: A file cannot be written.
+        UserError: A file would be written twice, or is an input.
+    """
+    used = {real_path(path) for path in inputs if path is not None}
+    for path in outputs:
+        if path is None:
+            continue
+        check_writable(path)
+        # Pipes and devices can be used several times.
+        if _is_node(path):
+            continue
+        if real_path(path) in used:
+            raise UserError(f"{path} is used twice; every output needs a file of its own")
+        used.add(real_path(path))
+
+
+def real_path(path: Path) -> Path:
+    """The absolute path with all symbolic links followed; a loop of links stays as it is."""
+    # `Path.resolve` raises a RuntimeError for a loop.
+    return Path(os.path.realpath(path))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -139,6 +170,19 @@ def remove_partials(folder: Path, of: str | None = None) -> list[Path]:
         else:
             leftover.unlink(missing_ok=True)
     return leftovers
+
+
+def _check_place(folder: Path, path: Path) -> None:
+    """Raise the OSError, about `path`, of creating or filling `folder`."""
+    while not folder.exists():
+        # A link whose target does not exist, or a loop of links.
+        if folder.is_symlink():
+            raise _os_error(errno.ELOOP, path)
+        folder = folder.parent
+    if not folder.is_dir():
+        raise _os_error(errno.ENOTDIR, path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _os_error(errno.EACCES, path)
 
 
 def _partial_name(path: Path) -> Path:
@@ -185,7 +229,7 @@ def _is_node(path: Path) -> bool:
 
 def _follow_link(path: Path) -> Path:
     """Target of a symbolic link, which need not exist; any other path unchanged."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    return real_path(path) if path.is_symlink() else path
 
 
 @contextmanager

@@ -214,6 +214,23 @@ MISTAKES = [
     (("bench", "--quick", "--out", "."), ". cannot be used: Is a directory"),
     (("train", "sentense", "--out", "x"), "recipe must be one of document, "),
     (("evaluate", "--reference", "none", "--hypothesis", "x"), "none cannot be read"),
+    (("inspect", "none", "--maps", "."), ". cannot be used: Is a directory"),
+    (("inspect", "none", "--plots", "/dev/null"), "/dev/null cannot be used: Not a directory"),
+    (("report", ".", "--out", "x", "--markdown", "."), ". cannot be used: Is a directory"),
+    (("report", ".", "--out", "x", "--markdown", "x"), "x is used twice"),
+    (("translate", "--input", "x", "--output", "x"), "x is used twice"),
+    (("study", "ffn", "--out", "x", "--minutes", "nan"), "minutes must be a finite number"),
+    (("study", "ffn", "--out", "/dev/null"), "/dev/null"),
+    (("study", "ffn", "--out", "x", "--budget", "tiny", "--set", "a"), "--set a must have"),
+    (("study", "ffn", "--out", "x", "--budget", "full"), "corpus europarl-sent is not prepared"),
+    (("study", "ffn", "--out", "x", "--jobs", "99999999999"), "jobs must be from 1 to 256"),
+    (("translate", "--beam", "x"), "invalid value for '--beam': 'x' is not a valid int; see"),
+    (("translate", "--device", "tpu"), "'tpu' is not one of 'cpu', 'cuda'"),
+    (("translate", "--beam"), "option '--beam' requires an argument"),
+    (("train", "tiny"), "missing option '--out'; see "),
+    (("info", "x", "\x1b[31m\n"), "got unexpected extra argument(s) (x \\x1b[31m\\n)"),
+    (("nonsense",), "no such command 'nonsense'; see "),
+    (("--nonsense",), "no such option: --nonsense"),
     (("prepare", "x"), "--train SOURCE TARGET"),
     (("prepare",), "one folder"),
     (("prepare", "x", "--corpus", "multi30k"), "--root"),
@@ -235,6 +252,11 @@ def test_a_user_mistake_prints_one_line_and_exits_with_2(
     assert message in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("reluformer: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_command_all_commands_are_listed() -> None:
+    done = run()
+    assert done.exit_code == 2 and "Commands:\n" in done.output
 
 
 def test_a_misspelt_field_is_reported_before_any_file_is_written(tmp_path: Path) -> None:
@@ -302,7 +324,8 @@ main()
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_prints_one_line(model: Path) -> None:
     with open("/dev/full", "wb") as full:
-        for arguments in (("info",), ("translate", "--model", model, "--beam", 1)):
+        translation = ("translate", "--model", model, "--beam", 1)
+        for arguments in (("--help",), ("--version",), ("train", "--help"), ("info",), translation):
             call = command(*arguments)
             done = subprocess.run(
                 call, cwd=ROOT, input=b"one\n", stdout=full, stderr=subprocess.PIPE

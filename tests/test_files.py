@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from reluformer import files
+from reluformer.errors import UserError
 from reluformer.files import (
     atomic_folder,
     atomic_path,
+    check_folder,
+    check_outputs,
     check_writable,
     remove_partials,
     sha256,
@@ -213,3 +216,27 @@ def test_a_failed_replacement_puts_the_old_folder_back(
     with pytest.raises(OSError, match="Input/output"), atomic_folder(folder) as partial:
         (partial / "new").touch()
     assert [p.name for p in folder.iterdir()] == ["old"]
+
+
+def test_every_output_needs_a_file_of_its_own(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("keep")
+    (tmp_path / "link").symlink_to(text)
+    new, null = tmp_path / "new", Path("/dev/null")
+    check_outputs([new, None, null, null], [text, None])
+    for outputs in ([text], [tmp_path / "link"], [tmp_path / "x/../text"], [new, new]):
+        with pytest.raises(UserError, match="is used twice"):
+            check_outputs(outputs, [text])
+    assert text.read_text() == "keep" and not new.exists()
+
+
+def test_folders_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    check_folder(tmp_path)
+    check_folder(tmp_path / "new/folder")
+    for path in (tmp_path / "file", tmp_path / "file/folder", tmp_path / "loop"):
+        with pytest.raises(OSError) as caught:
+            check_folder(path)
+        assert caught.value.filename == str(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "loop"]

@@ -24,6 +24,7 @@ Progress = Callable[[int, int | None, str], None]
 Save = Callable[[Report], None]
 
 _MAX_INPUT_SETS = 16
+_MOST_THREADS = 4096
 
 
 class Selection(NamedTuple):
@@ -56,8 +57,8 @@ def run(
     if not seconds > 0:
         raise UserError(f"seconds must be above 0, got {seconds:g}")
     if threads is not None:
-        if threads < 1:
-            raise UserError(f"threads must be at least 1, got {threads}")
+        if not 1 <= threads <= _MOST_THREADS:
+            raise UserError(f"threads must be from 1 to {_MOST_THREADS}, got {threads}")
         torch.set_num_threads(threads)
     device = selection.device
     if device is None:

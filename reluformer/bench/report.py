@@ -1,7 +1,6 @@
 """Results of a run: rows, checks and environment, as JSON and as Markdown tables."""
 
 import datetime
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -12,8 +11,10 @@ import torch
 
 from reluformer.bench.cases import Case, Mode
 from reluformer.bench.gate import Check
+from reluformer.config.schema import build
 from reluformer.errors import UserError
 from reluformer.info import commit, info
+from reluformer.reading import JSON_LIMIT, parse_json, read_text
 
 MATMUL = "matmul"
 
@@ -88,17 +89,11 @@ class Report:
     @classmethod
     def load(cls, path: Path) -> "Report":
         """Load a report that was saved as JSON."""
+        text = read_text(path, JSON_LIMIT)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            parts = {"cases": Case, "checks": Check, "rows": Row}
-            for name, kind in parts.items():
-                data[name] = [kind(**fields) for fields in data[name]]
-            report = cls(**data)
-            for check in report.checks:
-                check.errors.update({name: float(error) for name, error in check.errors.items()})
-            return report
-        except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise UserError(f"{path} is not a report of `reluformer bench`: {problem}") from None
+            return build(cls, parse_json(text, path))
+        except UserError as error:
+            raise UserError(f"{path} is not a report of `reluformer bench`: {error}") from None
 
     def find(self, case: str, name: str, mode: str) -> Row | None:
         """The row of an implementation, or None."""

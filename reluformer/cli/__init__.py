@@ -22,9 +22,10 @@ from reluformer.cli.serving import serve
 from reluformer.cli.studies import report, study
 from reluformer.cli.training import recipes, train
 from reluformer.cli.translation import translate
-from reluformer.console import guarded
+from reluformer.console import CommandGroup, guarded
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Attention without softmax: train ReLUFormers and translate documents with them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

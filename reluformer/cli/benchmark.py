@@ -52,13 +52,11 @@ def bench(
     from reluformer.bench.plot import check_plot
     from reluformer.bench.plot import plot as draw
     from reluformer.bench.report import Report, table
-    from reluformer.files import check_writable, write_json
+    from reluformer.files import check_outputs, write_json
 
     if plot is not None:
         check_plot(plot)
-    for path in (out, plot):
-        if path is not None:
-            check_writable(path)
+    check_outputs([out, plot], [from_])
     if from_ is not None:
         if out or only or dtype or device or threads or quick:
             raise UserError(f"from is {from_}, so nothing is measured; only --plot and --json fit")

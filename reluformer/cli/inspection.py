@@ -40,7 +40,7 @@ def inspect(
     import torch
 
     from reluformer.checkpoint import load_run
-    from reluformer.files import write_text
+    from reluformer.files import check_folder, check_outputs, write_text
     from reluformer.inspection.maps import compare_maps
     from reluformer.inspection.measure import PERCENTS, inspect_model
     from reluformer.inspection.show import plot_inspection, print_inspection
@@ -50,8 +50,12 @@ def inspect(
         raise UserError(f"examples must be at least 1, got {examples}")
     if against is not None and maps is None:
         raise UserError(f"against is {against}, which needs --maps")
+    check_outputs([maps], [text])
+    if plots is not None:
+        check_folder(plots)
     percents = PERCENTS if top is None else _percents(top)
     loaded = load_run(run)
+    other = None if against is None else load_run(against)
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.to(target)
     batch = dev_batch(loaded, examples) if text is None else text_batch(loaded, text, examples)
@@ -66,8 +70,8 @@ def inspect(
         plot_inspection(result, plots)
     if maps is not None:
         models = {run.name: loaded}
-        if against is not None:
-            models[against.name if against.name != run.name else str(against)] = load_run(against)
+        if against is not None and other is not None:
+            models[against.name if against.name != run.name else str(against)] = other
         write_text(maps, compare_maps(models, text))
 
 

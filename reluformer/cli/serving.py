@@ -51,6 +51,7 @@ def serve(
             "serve needs packages that are not installed: pip install 'reluformer[serve]'"
         ) from None
     del starlette, uvicorn
+    from reluformer.files import real_path
     from reluformer.serve.app import build_app
     from reluformer.serve.limits import Limits
     from reluformer.serve.metrics import Metrics
@@ -66,7 +67,7 @@ def serve(
     translator = Translator.load(folder, device=device, **search)
     service = Service(
         translator,
-        name="ReLU model" if model is None else folder.resolve().name,
+        name="ReLU model" if model is None else real_path(folder).name,
         metrics=Metrics(),
         source=source,
         target=target,

@@ -1,11 +1,14 @@
 """The commands `study` and `report`."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from reluformer.errors import UserError
+
+_MOST_JOBS = 256
 
 
 def study(
@@ -52,6 +55,7 @@ def study(
         for row, question in QUESTIONS.items():
             print(f"{row:{width}}  {question}")
         return
+    from reluformer.config.yaml_lines import parse_assignments
     from reluformer.study.budgets import lookup_budget
     from reluformer.study.registry import lookup_study, study_from_file
     from reluformer.study.runner import RunOptions, run_study
@@ -61,8 +65,12 @@ def study(
         raise UserError("study needs a name or --file; see --list")
     if out is None:
         raise UserError("study needs --out, the folder of its cells")
-    if jobs < 1:
-        raise UserError(f"jobs must be at least 1, got {jobs}")
+    if not 1 <= jobs <= _MOST_JOBS:
+        raise UserError(f"jobs must be from 1 to {_MOST_JOBS}, got {jobs}")
+    if minutes is not None and not (minutes >= 0 and math.isfinite(minutes)):
+        raise UserError(f"minutes must be a finite number of at least 0, got {minutes}")
+    # A mistake is reported before any file is written.
+    parse_assignments(set_ or ())
     chosen = study_from_file(file) if file is not None else lookup_study(str(name))
     size = lookup_budget(budget)
     if seeds is not None:
@@ -82,11 +90,12 @@ def report(
 
     For example: reluformer report studies --out report.html.
     """
-    from reluformer.files import write_text
+    from reluformer.files import check_outputs, write_text
     from reluformer.report.gather import gather
     from reluformer.report.html import html_report
     from reluformer.report.markdown import markdown_report
 
+    check_outputs([out, markdown], folders)
     contents = gather(folders)
     write_text(out, html_report(contents))
     if markdown is not None:

@@ -99,13 +99,11 @@ def translate(
     --document, `<d>` lines and blank lines separate documents.
     """
     from reluformer.documents.formats import format_by_name
-    from reluformer.files import check_writable, write_json
+    from reluformer.files import check_outputs, write_json
     from reluformer.translation.translator import Translator
     from reluformer.translation.workers import join_workers
 
-    for path in (output, maps):
-        if path is not None:
-            check_writable(path)
+    check_outputs([output, maps], [input_])
     search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if sample:

@@ -148,6 +148,8 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
 def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, path: str) -> Any:
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{path} must be a list, got {_show(value)}")
+    if origin is tuple and Ellipsis not in arguments and len(value) != len(arguments):
+        raise UserError(f"{path} must have {len(arguments)} values, got {len(value)}")
     items = [convert(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value)]
     return origin(items)
 

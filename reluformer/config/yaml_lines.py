@@ -44,11 +44,13 @@ class YamlFile:
 
 def read_yaml(path: Path, *, allow_pipe: bool = False) -> YamlFile:
     """Read a YAML mapping; repeated fields are refused, although YAML would keep the last."""
-    text = read_text(path, _LIMIT, allow_pipe=allow_pipe)
-    node, values = _parse(text, str(path))
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} must contain a mapping of fields")
+    node, values = _read_mapping(path, allow_pipe)
     return YamlFile(path, values, _lines(path, node))
+
+
+def read_yaml_values(path: Path, *, allow_pipe: bool = False) -> dict[str, Any]:
+    """The values of a YAML mapping, in which fields may override those that they merge (`<<`)."""
+    return _read_mapping(path, allow_pipe)[1]
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
@@ -63,6 +65,13 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
         except UserError as error:
             raise UserError(f"--set {text[:80]} has a bad value: {error}") from None
     return values
+
+
+def _read_mapping(path: Path, allow_pipe: bool) -> tuple[yaml.MappingNode, dict[str, Any]]:
+    node, values = _parse(read_text(path, _LIMIT, allow_pipe=allow_pipe), str(path))
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path} must contain a mapping of fields")
+    return node, values
 
 
 def _parse(text: str, name: str) -> tuple[yaml.Node | None, Any]:

@@ -20,7 +20,7 @@ from reluformer.data.corpus import MANIFEST, Corpus, read_manifest, write_corpus
 from reluformer.data.text import Sentence, TextPair, read_documents, read_sentences, write_documents
 from reluformer.data.tokenizer import Tokenizer, check_vocab_size
 from reluformer.errors import UserError
-from reluformer.files import atomic_folder, remove_partials, sha256, write_json
+from reluformer.files import atomic_folder, real_path, remove_partials, sha256, write_json
 from reluformer.locks import lock_file
 from reluformer.reading import JSON_LIMIT, read_json
 
@@ -125,7 +125,7 @@ def prepare(
     folder = Path(folder)
     request = _request(splits, vocab_size, tokenizer)
     # The folder may be a symbolic link.
-    target = folder.resolve()
+    target = real_path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     with lock_file(lock, f"{folder} is being prepared by another process", remove=True):

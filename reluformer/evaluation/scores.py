@@ -28,6 +28,7 @@ from reluformer.evaluation.significance import compare
 TOKENIZERS = ("13a", "intl", "char", "zh", "none")
 # Upper bounds of the groups of documents of similar length, in words of the reference.
 _LENGTHS = (128, 256, 512, 1024, 2048)
+_MOST_SAMPLES = 10**6
 
 
 def evaluate(
@@ -96,8 +97,8 @@ def _check_settings(metrics: Sequence[Metric], tokenize: str, samples: int) -> N
             raise UserError(f"metrics must be among {', '.join(METRICS)}, got {metric!r}")
     if tokenize not in TOKENIZERS:
         raise UserError(f"tokenize must be one of {', '.join(TOKENIZERS)}, got {tokenize!r}")
-    if samples < 1:
-        raise UserError(f"samples must be at least 1, got {samples}")
+    if not 1 <= samples <= _MOST_SAMPLES:
+        raise UserError(f"samples must be from 1 to {_MOST_SAMPLES}, got {samples}")
 
 
 def _check_shapes(reference: Documents, hypotheses: Mapping[str, Documents]) -> None:

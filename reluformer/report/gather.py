@@ -1,14 +1,21 @@
 """The contents of a report: records of studies with their findings, and single runs."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reluformer import checkpoint
 from reluformer.errors import UserError
-from reluformer.reading import JSON_LIMIT, LOG_LIMIT, parse_json, read_json_object, read_text
+from reluformer.reading import (
+    JSON_LIMIT,
+    LOG_LIMIT,
+    parse_json,
+    read_json,
+    read_json_object,
+    read_text,
+)
 from reluformer.report.curves import run_plots
 from reluformer.study.cells import Outcome
 from reluformer.study.definition import Results, Study
@@ -64,16 +71,34 @@ def gather(folders: Sequence[Path]) -> Contents:
     """Read all records and runs below some folders.
 
     Raises:
-        UserError: A folder does not exist, or there is nothing to report.
+        UserError: A folder does not exist, is damaged, or there is nothing to report.
     """
-    studies = [_section(path, record) for path, record in find_records(folders)]
+    studies = []
+    for path, record in find_records(folders):
+        with _named(path):
+            studies.append(_section(path, record))
     order = list(STUDIES)
     studies.sort(key=lambda s: order.index(s.record.study) if s.record.study in order else 99)
-    runs = [_run(folder) for folder in folders if (folder / checkpoint.RECIPE).is_file()]
+    runs = []
+    for folder in folders:
+        if (folder / checkpoint.RECIPE).is_file():
+            with _named(folder):
+                runs.append(_run(folder))
     if not studies and not runs:
         named = ", ".join(map(str, folders))
         raise UserError(f"{named} hold neither records of studies (*.study.json) nor a run")
     return Contents(studies, runs)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn failures on values that no run or study writes into a UserError that names `path`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 def _section(path: Path, record: StudyRecord) -> StudySection:
@@ -81,9 +106,9 @@ def _section(path: Path, record: StudyRecord) -> StudySection:
     results = Results(record.outcomes, record.comparisons)
     findings = Findings([], []) if study is None else study.conclude(results)
     maps = path.with_name(path.name.removesuffix(SUFFIX) + MAPS_SUFFIX)
-    shown = json.loads(maps.read_text(encoding="utf-8")) if maps.is_file() else []
+    shown = read_json(maps, LOG_LIMIT) if maps.is_file() else []
     notes = path.with_name(path.name.removesuffix(SUFFIX) + ".notes.md")
-    text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
+    text = read_text(notes, JSON_LIMIT) if notes.is_file() else ""
     remarks = [part.strip() for part in text.split("\n\n") if part.strip()]
     return StudySection(study, record, findings, path, shown, remarks)
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from reluformer.errors import UserError
 
+# A body has twelve times as many bytes as characters; a worker is a thread with its own caches.
+_MOST = {"characters": 10**7, "workers": 256}
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -30,8 +33,9 @@ class Limits:
         """Check the values."""
         least = {"seconds": 0.001, "body_seconds": 0.001, "queue": 0}
         for name, value in vars(self).items():
-            if not value >= least.get(name, 1):
-                raise UserError(f"{name} must be at least {least.get(name, 1)}, got {value}")
+            low, high = least.get(name, 1), _MOST.get(name, 10**6)
+            if not low <= value <= high:
+                raise UserError(f"{name} must be from {low} to {high}, got {value}")
 
     @property
     def body_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """The work behind the requests: translations, streams of sentences, attention maps."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from reluformer.documents.translation import Document, Pace
+from reluformer.errors import UserError
 from reluformer.inspection.maps import pack_maps
 from reluformer.reading import read_text
 from reluformer.serve.jobs import Emit, Refused
@@ -24,6 +26,8 @@ _NAMES = {
     "pt": "Portuguese", "ro": "Romanian", "ru": "Russian", "sv": "Swedish", "tr": "Turkish",
     "uk": "Ukrainian", "zh": "Chinese",
 }  # fmt: skip
+
+_CODE = re.compile(r"[A-Za-z]{2,8}([-_][A-Za-z0-9]{1,8})*")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,13 @@ class Service:
     map_tokens: int = 256
     """Most tokens of a sentence whose maps are computed."""
     demo: Demo | None = None
+
+    def __post_init__(self) -> None:
+        """Check the codes of the languages, which appear on the page and in the API."""
+        for name in ("source", "target"):
+            code = getattr(self, name)
+            if not _CODE.fullmatch(code):
+                raise UserError(f"{name} must be a code such as en or pt-BR, got {code!r}")
 
     def languages(self) -> list[dict[str, Any]]:
         """Languages with the targets of each, as LibreTranslate lists them."""

@@ -1,6 +1,5 @@
 """Cells and their outcomes: one training, probe or computation of a study, in one folder."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,8 +7,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
+from reluformer.config.schema import build
 from reluformer.errors import UserError
 from reluformer.files import write_json
+from reluformer.reading import JSON_LIMIT, read_json
 
 Work = Literal["train", "theory", "family", "extrapolation", "context"]
 Status = Literal["finished", "diverged"]
@@ -78,19 +79,19 @@ def load_outcome(folder: Path) -> Outcome | None:
     path = folder / OUTCOME
     if not path.is_file():
         return None
-    return outcome_from(_read_json(path))
-
-
-def outcome_from(values: Mapping[str, Any]) -> Outcome:
-    """An outcome from the plain values that `asdict` gave."""
-    return Outcome(**values)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return outcome_from(read_json(path, JSON_LIMIT))
+    except UserError as error:
         raise UserError(f"{path} is damaged: {error}") from None
+
+
+def outcome_from(values: Any) -> Outcome:
+    """An outcome from the plain values that `asdict` gave.
+
+    Raises:
+        UserError: A field is unknown, missing or of another type.
+    """
+    return build(Outcome, values)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from reluformer.data.prepare import prepare
 from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
 from reluformer.errors import UserError
+from reluformer.files import real_path
 from reluformer.study.budgets import Budget
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -54,7 +55,7 @@ def find_corpora(
                 f"corpus {name} is not prepared at {candidates[0]}; prepare it with `{command}`, "
                 f"or name its folder with --data {name}=FOLDER"
             )
-        folders[name] = folder.resolve()
+        folders[name] = real_path(folder)
     return folders
 
 
@@ -73,4 +74,4 @@ def _generate(parent: Path, name: str) -> Path:
             write_documents(files.source, files.target, pairs, marked=documents)
         splits[split] = [files]
     prepare(parent / name, splits, vocab_size=600)
-    return (parent / name).resolve()
+    return real_path(parent / name)

@@ -21,6 +21,7 @@ from reluformer.errors import Diverged
 from reluformer.info import commit, info
 from reluformer.inspection.measure import Inspection, inspect_model, rounded
 from reluformer.inspection.texts import dev_batch
+from reluformer.reading import LOG_LIMIT, parse_json, read_json_object, read_text
 from reluformer.study import probes, theory
 from reluformer.study.budgets import Budget, lookup_budget
 from reluformer.study.cells import Cell, Outcome
@@ -64,7 +65,7 @@ class Job(NamedTuple):
     @classmethod
     def load(cls, path: Path) -> "Job":
         """The job that was written as JSON."""
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json_object(path)
         return cls(
             Cell(**values["cell"]),
             Path(values["root"]),
@@ -236,8 +237,8 @@ def _described(job: Job) -> dict[str, Any]:
 def _curve(run: Path) -> list[dict[str, Any]]:
     """Logged points of a run with the fields that reports use."""
     path = run / run_dir.METRICS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    points = (migrate(json.loads(line)) for line in lines)
+    lines = read_text(path, LOG_LIMIT).splitlines() if path.is_file() else []
+    points = (migrate(parse_json(line, path)) for line in lines)
     return [rounded({key: p[key] for key in _CURVE if key in p}) for p in points]
 
 

@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reluformer.config.schema import build
 from reluformer.errors import UserError
 from reluformer.files import write_text
-from reluformer.study.cells import Outcome, outcome_from
+from reluformer.reading import JSON_LIMIT, parse_json, read_text
+from reluformer.study.cells import Outcome
 from reluformer.study.findings import Comparison
 
 SUFFIX = ".study.json"
@@ -54,15 +56,10 @@ class StudyRecord:
     @classmethod
     def load(cls, path: Path) -> "StudyRecord":
         """The record in a JSON file."""
+        text = read_text(path, JSON_LIMIT)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            values["outcomes"] = [outcome_from(item) for item in values["outcomes"]]
-            values["comparisons"] = [
-                Comparison(**{**item, "interval": tuple(item["interval"])})
-                for item in values["comparisons"]
-            ]
-            return cls(**values)
-        except (ValueError, KeyError, TypeError) as error:
+            return build(cls, parse_json(text, path))
+        except UserError as error:
             raise UserError(f"{path} is no record of a study: {error}") from None
 
 

@@ -1,11 +1,11 @@
 """All studies by name, and studies that are described by a YAML file."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from reluformer.errors import UserError
+from reluformer.config.yaml_lines import read_yaml_values
+from reluformer.errors import UserError, shorten
 from reluformer.study.catalogue import (
     attention,
     centralisation,
@@ -32,6 +32,8 @@ STUDIES: dict[str, Study] = {
     )
 }  # fmt: skip
 
+_NAME = re.compile(r"\w[\w.+-]*")
+
 
 def lookup_study(name: str) -> Study:
     """The study called `name`."""
@@ -47,9 +49,6 @@ def study_from_file(path: Path) -> Study:
     whose `train.start_from` ends in the name of another run starts from that run.
     """
     values = _read(path)
-    for name in ("recipe", "runs"):
-        if name not in values:
-            raise UserError(f"{path} has no field {name!r}")
     cells = [_cell(path.stem, name, values) for name in values["runs"]]
     names = ", ".join(values["runs"])
     return Study(
@@ -63,21 +62,31 @@ def study_from_file(path: Path) -> Study:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A YAML mapping, in which runs may override the fields that they merge (`<<`)."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold fields, got {type(values).__name__}")
-    return values
+    """The fields of a file, checked: `recipe`, `common` and `runs`."""
+    values = read_yaml_values(path, allow_pipe=True)
+    for name in ("recipe", "runs"):
+        if name not in values:
+            raise UserError(f"{path} has no field {name!r}")
+    recipe, common, runs = values["recipe"], values.get("common") or {}, values["runs"]
+    if not isinstance(recipe, str):
+        raise UserError(f"{path}: recipe must be a name or a file, got {shorten(recipe)}")
+    if not isinstance(runs, dict) or not runs:
+        raise UserError(f"{path}: runs must be settings by name, got {shorten(runs)}")
+    for name in runs:
+        # Names of runs are names of folders.
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"{path}: a run needs a name of letters, digits, . _ + -, got {name!r}")
+    for name, settings in [("common", common), *runs.items()]:
+        if settings is not None and not isinstance(settings, dict):
+            raise UserError(f"{path}: {name} must be settings by field, got {shorten(settings)}")
+    return {"recipe": recipe, "common": common, "runs": runs}
 
 
 def _cell(study: str, name: str, values: dict[str, Any]) -> Cell:
-    settings = {**(values.get("common") or {}), **(values["runs"][name] or {})}
+    settings = {**values["common"], **(values["runs"][name] or {})}
     start = settings.get("train.start_from")
     parent = None
-    if start is not None and Path(start).name in values["runs"]:
+    if isinstance(start, str) and Path(start).name in values["runs"]:
         parent = f"{study}.{Path(start).name}"
         del settings["train.start_from"]
     labels = {"run": name, "seed": settings.get("train.seed", 1)}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from reluformer.files import write_json
+from reluformer.files import check_folder, real_path, write_json
 from reluformer.info import commit, info
 from reluformer.study.budgets import Budget
 from reluformer.study.cells import Cell, Outcome, load_outcome
@@ -55,7 +55,7 @@ class RunOptions:
     @property
     def root(self) -> Path:
         """Folder of the cells."""
-        return (self.out / self.budget.name).resolve()
+        return real_path(self.out / self.budget.name)
 
 
 @dataclass
@@ -86,7 +86,7 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
     Cells that have ended are not run again. Cells that fail are reported and tried again at the
     next call. Cells that the clock cuts go on at the next call.
     """
-    options.root.mkdir(parents=True, exist_ok=True)
+    check_folder(options.root)
     end = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e6)
     queue = JobQueue(options.jobs, end, options.root / "logs", options.report)
     run = _Run(study, options, queue)
@@ -95,6 +95,7 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
     cells, outcomes = run.cells()
     names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
     run.corpora = find_corpora(names, options.budget, options.root, options.data)
+    options.root.mkdir(parents=True, exist_ok=True)
     _announce(run, cells, outcomes)
     while time.monotonic() < end:
         cells, outcomes = run.cells()
@@ -114,7 +115,8 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
 
 def load_outcomes(root: Path) -> list[Outcome]:
     """Outcomes of all cells in a folder."""
-    loaded = (load_outcome(path) for path in sorted(root.iterdir()) if path.is_dir())
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    loaded = (load_outcome(path) for path in folders if path.is_dir())
     return [outcome for outcome in loaded if outcome is not None]
 
 

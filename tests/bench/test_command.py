@@ -148,12 +148,13 @@ def test_a_failing_summary_skips_one_pass(monkeypatch: pytest.MonkeyPatch) -> No
 
 MISTAKES = [
     (("--seconds", "0"), "seconds must be above 0, got 0"),
-    (("--threads", "0"), "threads must be at least 1, got 0"),
+    (("--threads", "0"), "threads must be from 1 to 4096, got 0"),
+    (("--threads", "999999999999"), "threads must be from 1 to 4096, got 999999999999"),
     (("--dtype", "int8"), "dtype must be one of"),
     (("--only", "nonsense"), "only must match a case"),
     (("--plot", "x.gif"), "plot must end in"),
     (("--out", "/dev/null/x.json"), "/dev/null/x.json cannot be used"),
-    (("--from", "none.json"), "none.json cannot be used"),
+    (("--from", "none.json"), "none.json cannot be read"),
 ]
 
 

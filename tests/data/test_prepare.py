@@ -271,6 +271,12 @@ def test_a_link_to_an_empty_folder_stays_a_link(files: dict, tmp_path: Path) -> 
     assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/manifest.json").is_file()
 
 
+def test_a_loop_of_links_is_named(files: dict, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises((OSError, UserError), match="loop"):
+        prepare(tmp_path / "loop", files, vocab_size=300)
+
+
 def test_an_impossible_vocabulary_is_refused_at_once(files: dict, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size must be from 260, .*, got 100000000000"):
         prepare(tmp_path / "p", files, vocab_size=100_000_000_000)

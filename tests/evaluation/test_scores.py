@@ -69,8 +69,9 @@ def test_invalid_arguments_are_refused() -> None:
         evaluate(REFERENCE, {"good": GOOD}, tokenize="moses")
     with pytest.raises(UserError, match="metrics must be among BLEU, chrF2, TER, got .bleu."):
         evaluate(REFERENCE, {"good": GOOD}, metrics=["bleu"])
-    with pytest.raises(UserError, match="samples"):
-        evaluate(REFERENCE, {"good": GOOD}, samples=0)
+    for samples in (0, 10**12):
+        with pytest.raises(UserError, match="samples must be from 1 to 1000000"):
+            evaluate(REFERENCE, {"good": GOOD}, samples=samples)
     with pytest.raises(UserError, match="no hypothesis"):
         evaluate(REFERENCE, {})
     with pytest.raises(UserError, match="reference has no sentence"):

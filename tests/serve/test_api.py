@@ -17,9 +17,10 @@ from starlette.testclient import TestClient
 
 from reluformer.errors import UserError
 from reluformer.serve.limits import Limits
-from reluformer.serve.service import Demo
+from reluformer.serve.metrics import Metrics
+from reluformer.serve.service import Demo, Service
 from reluformer.serve.twin import write_twin_maps
-from tests.serve.tiny import tiny_model
+from tests.serve.tiny import EchoTranslator, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -327,4 +328,16 @@ def test_invalid_limits_are_refused() -> None:
     for name in ("characters", "workers", "seconds"):
         with pytest.raises(UserError, match=name):
             Limits(**{name: 0})
+        for value in (float("nan"), float("inf"), 10**20):
+            with pytest.raises(UserError, match=name):
+                Limits(**{name: value})
     assert Limits(queue=0).queue == 0
+
+
+@pytest.mark.parametrize("code", ["", "e", "\x1b[31m", "en\n", "<b>", "../x", "a" * 100])
+def test_languages_are_codes(folder: Path, code: str) -> None:
+    translator = EchoTranslator.load(folder)
+    Service(translator, "tiny", Metrics(), source="pt-BR", target="zh_Hans")
+    for languages in ({"source": code}, {"target": code}):
+        with pytest.raises(UserError, match="must be a code such as en or pt-BR, got"):
+            Service(translator, "tiny", Metrics(), **languages)
