@@ -44,14 +44,14 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[str]:
     """Lines of the README that call `reluformer`, with the options of `EXTRA`."""
     lines = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
-    calls = [line for line in lines if line.startswith("reluformer ")]
+    calls = [line for line in lines if re.match(r"(echo .* \| )?reluformer ", line)]
     more = [f"reluformer train {name} --out runs/{name}" for name in ("small", "toy-reverse")]
     return [_with_options(call) for call in [*calls, *more, "reluformer info"]]
 
 
 def _with_options(call: str) -> str:
     """The call with the options of `EXTRA`, before any redirection."""
-    name = call.split()[1]
+    name = call.rpartition("reluformer ")[2].split()[0]
     # A server is interrupted after some seconds, and must then stop with status 0.
     start = "timeout --preserve-status --signal INT 20 " if name == "serve" else ""
     arguments, *redirections = re.split(r" (?=[<>])", start + call, maxsplit=1)
