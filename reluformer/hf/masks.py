@@ -197,7 +197,11 @@ def attention_mask(
     if may_skip and is_plain and keys == kv_length and (not causal or keys == q_length):
         return None
     shape = (batch_size, 1, q_length, kv_length)
-    return CompactMask(shape, torch.device(device), visibility, keys, rules.segments)
+    compact = CompactMask(shape, torch.device(device), visibility, keys, rules.segments)
+    if compact.is_packed:
+        # Computed here, because in a compiled layer it would break the graph.
+        compact.boundaries()
+    return compact
 
 
 def _padding_rules(padding: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

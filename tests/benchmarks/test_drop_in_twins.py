@@ -16,13 +16,13 @@ from tests.nn.timm_import import load_timm
 def test_a_short_run(task: str, tmp_path: Path) -> None:
     load_timm()
     out = tmp_path / "twins.json"
-    drop_in_twins.main(["--tasks", task, "--seeds", "1", "--steps", "5", "--out", str(out)])
+    drop_in_twins.main(["--tasks", task, "--seeds", "1", "--steps", "2", "--out", str(out)])
     result = json.loads(out.read_text())
     softmax, ours = result["rows"]
     assert (softmax["attention"], ours["attention"]) == ("softmax", "normalised_relu")
     # Twins start from the same weights, and the attentions are alike for small scores.
     assert abs(softmax["loss"] - ours["loss"]) < 0.1
-    assert [point["step"] for point in ours["curve"]] == [1, 2, 3, 4, 5]
+    assert [point["step"] for point in ours["curve"]] == [1, 2]
     assert ours["dead_rows"] == 0 and "dead_rows" not in softmax
     (means,) = result["means"]
     assert means["difference"] == pytest.approx(ours["loss"] - softmax["loss"])

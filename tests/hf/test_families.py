@@ -8,7 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import CompileConfig  # noqa: E402  # after the check for the package
+from transformers import (  # noqa: E402  # after the check for the package
+    Cache,
+    CompileConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+)
 
 from tests.hf.families import (  # noqa: E402
     DECODERS,
@@ -93,15 +99,56 @@ def test_padding_of_the_source_changes_nothing(name: str) -> None:
     torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_the_future_changes_nothing(name: str) -> None:
-    model = build(name, "normalised_relu")
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.kind != "image"])
+def test_padding_is_not_read(name: str, left: bool) -> None:
+    model, arguments = build(name, "relu"), inputs(name, left)
+    logits = valid_logits(name, model(**arguments).logits, left)
+    others = tokens(2, 7, seed=9).where(padding(left) == 0, arguments["input_ids"])
+    assert not torch.equal(others, arguments["input_ids"])
+    changed = model(**{**arguments, "input_ids": others}).logits
+    torch.testing.assert_close(valid_logits(name, changed, left), logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", RELUS)
+@pytest.mark.parametrize("name", GENERATING)
+def test_the_future_changes_nothing(name: str, attention: str) -> None:
+    model = build(name, attention)
+    key = "input_ids" if name in DECODERS else "decoder_input_ids"
+    fixed = {} if name in DECODERS else {"input_ids": tokens(1, 7)}
     ids = tokens(1, 9)
     changed = ids.clone()
     changed[:, 6:] = tokens(1, 3, seed=5)
-    first, second = (model(input_ids=i).logits[:, :6] for i in (ids, changed))
-    torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
-    assert not torch.equal(ids, changed)
+    first, second = (model(**fixed, **{key: i}).logits for i in (ids, changed))
+    torch.testing.assert_close(first[:, :6], second[:, :6], atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(first[:, 6:], second[:, 6:], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("name", GENERATING)
+def test_n_is_right_in_every_cache(name: str, kind: str) -> None:
+    """The weights of relu_n are divided by n."""
+    model, ids = build(name, "relu_n"), tokens(2, 9)
+
+    def cache(slots: int) -> Cache:
+        if kind == "dynamic":
+            return DynamicCache(config=model.config)
+        return StaticCache(config=model.config, max_cache_len=slots)
+
+    if name in DECODERS:
+        expected, past, fixed = model(input_ids=ids).logits, cache(16), {}
+    else:
+        source = tokens(2, 7)
+        expected = model(input_ids=source, decoder_input_ids=ids).logits
+        fixed = {"encoder_outputs": model.get_encoder()(source)}
+        past = EncoderDecoderCache(cache(16), cache(7))
+    key = "input_ids" if name in DECODERS else "decoder_input_ids"
+    logits, first = [], 0
+    for end in (4, 5, 6, 9):
+        output = model(**fixed, **{key: ids[:, first:end]}, past_key_values=past)
+        logits.append(output.logits)
+        first = end
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("attention", RELUS)
