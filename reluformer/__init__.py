@@ -1,9 +1,13 @@
 """Attention without softmax: ReLUFormer, its relatives, and document translation."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# Type checkers take this for true. An import of `typing` would be most of the time in which the
+# command line cannot handle an interruption yet.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from reluformer.errors import UserError
     from reluformer.model import (
         AttentionConfig,
@@ -54,7 +58,7 @@ _MODULES = ("errors", "ops", "model", "translation.translator")
 _SUBPACKAGES = ("nn",)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     # Names are imported on first use, so that the command line starts without loading torch.
     if name in __all__:
         for module_name in _MODULES:

@@ -27,6 +27,9 @@ FAILURE, MISTAKE, DIVERGED, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 # Mistakes in options and arguments, which Typer finds.
 _USAGE_ERRORS = typer.BadParameter.__bases__
 
+# Errors of writing to standard output, which name no file.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
 # Seconds before progress is shown, and between lines of progress without a terminal.
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
 # Seconds after which a delayed interruption is delivered again.
@@ -64,6 +67,7 @@ class CommandGroup(TyperGroup):
     def main(self, *arguments: Any, **options: Any) -> Any:
         """Parse the arguments, run the command, and exit unless `standalone_mode` is false."""
         standalone = options.pop("standalone_mode", True)
+        _replace_closed_streams()
         try:
             status = super().main(*arguments, **{**options, "standalone_mode": False})
             if not standalone:
@@ -111,10 +115,11 @@ def _describe_failure(error: BaseException) -> tuple[str, int]:
         return "", BROKEN_PIPE
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} cannot be used: {error.strerror}", MISTAKE
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
         # The buffered rest of standard output cannot be written either.
         _drop_output()
-        return str(error.strerror), MISTAKE
+        closed = "standard output is closed"
+        return closed if error.errno == errno.EBADF else str(error.strerror), MISTAKE
     if _is_out_of_memory(error):
         return "out of memory; a smaller model, batch or input needs less", FAILURE
     reason = " ".join(str(error).split())[:300]
@@ -146,22 +151,23 @@ def _interrupts_after_imports() -> Iterator[None]:
     Packages that are interrupted while they are imported may ignore it or raise another error. A
     second interruption during the import exits at once.
     """
-    is_delayed = False
+    delayed: threading.Timer | None = None
 
     def interrupt_again() -> None:
-        nonlocal is_delayed
-        is_delayed = False
+        nonlocal delayed
+        delayed = None
         os.kill(os.getpid(), signal.SIGINT)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal is_delayed
+        nonlocal delayed
         if not _is_importing(frame):
             signal.default_int_handler(number, frame)
-        if is_delayed:
+        if delayed is not None:
             print("reluformer: interrupted", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
-        is_delayed = True
-        threading.Timer(_IMPORT_POLL, interrupt_again).start()
+        delayed = threading.Timer(_IMPORT_POLL, interrupt_again)
+        delayed.daemon = True
+        delayed.start()
 
     # Background jobs ignore interruptions, and only the main thread may set handlers.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -171,8 +177,13 @@ def _interrupts_after_imports() -> Iterator[None]:
     signal.signal(signal.SIGINT, handle)
     try:
         yield
+        if delayed is not None:
+            # The block ended before the delayed interruption was delivered.
+            raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if delayed is not None:
+            delayed.cancel()
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -180,6 +191,20 @@ def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device in place of standard streams that are closed, as by `>&-`.
+
+    A file that is opened later would get the descriptor and receive their text. Writing to standard
+    output still fails.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
+            if null != number:
+                os.dup2(null, number)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
 def _drop_output() -> None:

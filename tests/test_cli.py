@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -334,6 +335,26 @@ def test_a_full_disk_prints_one_line(model: Path) -> None:
             lines = done.stderr.decode().splitlines()
             assert lines[-1] == "reluformer: No space left on device"
             assert all(line.startswith("reluformer: ") for line in lines)
+
+
+def test_closed_standard_streams(model: Path, tmp_path: Path) -> None:
+    def shell(text: str) -> tuple[int, str, str]:
+        line = text.replace("reluformer", shlex.join(command()), 1)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        call = {"cwd": tmp_path, "capture_output": True, "text": True, "env": environment}
+        done = subprocess.run(["sh", "-c", line], **call)
+        return done.returncode, done.stdout, done.stderr
+
+    for text in ("reluformer recipes >&-", "reluformer --help >&-"):
+        assert shell(text) == (2, "", "reluformer: standard output is closed\n")
+    # No message may end up in standard output.
+    assert shell("reluformer train none.yaml --out x 2>&-") == (2, "", "")
+    # Nor in a file that got the descriptor.
+    translate = f"reluformer translate --model {shlex.quote(str(model))} --beam 1"
+    (tmp_path / "in").write_text("one\n")
+    status, *_ = shell(f"{translate} --input in --output out >&- 2>&- <&-")
+    assert status == 0 and (tmp_path / "out").read_text().count("\n") == 1
+    assert shell(f"{translate} <&-")[:2] == (0, "")
 
 
 def test_two_ranks_translate_like_one_process(model: Path, tmp_path: Path) -> None:

@@ -116,3 +116,17 @@ def test_an_interruption_during_an_import_takes_effect_after_it(
     assert caught.value.code == console.INTERRUPTED
     assert capsys.readouterr().err == "reluformer: interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interruption_during_the_last_import_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "last_module.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(SystemExit) as caught:
+        console.guarded(lambda: import_module("last_module"))()
+    assert caught.value.code == console.INTERRUPTED
+    # Nothing is delivered later, for example while Python exits.
+    time.sleep(0.2)
+    assert capsys.readouterr().err == "reluformer: interrupted\n"
