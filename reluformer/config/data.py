@@ -83,6 +83,6 @@ class DataConfig:
                 object.__setattr__(self, "generated", GeneratedConfig())
         elif self.generated is not None:
             raise UserError(
-                f"generated needs data.source to be one of {', '.join(GENERATED)}, "
-                f"got {self.source!r}"
+                "generated must be null for a prepared folder, or data.source one of "
+                f"{', '.join(GENERATED)}, got {self.source!r}"
             )

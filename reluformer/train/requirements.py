@@ -1,6 +1,7 @@
 """Estimate of what a run needs, before its model is built."""
 
 import dataclasses
+import logging
 import os
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 from reluformer.config.recipe import Recipe
 from reluformer.errors import UserError
 from reluformer.model import ModelConfig, ReLUFormer
+
+log = logging.getLogger("reluformer")
 
 # Bytes of a parameter in training: weight, gradient, and two moments of Adam in float32.
 _BYTES_PER_PARAMETER = 16
@@ -70,13 +73,28 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def check(requirements: Requirements, device: torch.device, ranks: int) -> None:
-    """Raise UserError if weights and optimiser alone, over all ranks, exceed the memory."""
-    if device.type == "cuda":
-        available = torch.cuda.get_device_properties(device).total_memory
-    else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Raise UserError if weights and optimiser alone, over all ranks, exceed the memory.
+
+    The estimate of the activations is rough: if only they exceed it, a warning says so.
+    """
+    available = _memory(device)
     if requirements.state_bytes / ranks > available:
         raise UserError(
             f"model needs {requirements.state_bytes / 1e9:,.0f} GB for weights and optimiser, but "
             f"the {device.type} has {available / 1e9:,.0f} GB"
         )
+    if requirements.memory_bytes > available:
+        log.warning(
+            "this run may need %.0f GB of memory, but the %s has %.0f GB; a smaller "
+            "train.batch_tokens needs less",
+            requirements.memory_bytes / 1e9,
+            device.type,
+            available / 1e9,
+        )
+
+
+def _memory(device: torch.device) -> int:
+    """Memory of the device in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -122,7 +122,11 @@ def test_malformed_overrides_are_refused(path: Path, text: str) -> None:
         (11, "  entropy_every: 0", "train.entropy_every must be at least 1, got 0"),
         (11, "  sample_rows: 4\n  entropy_every: 2", "train.entropy_every must be 1 when"),
         (11, "  batch_tokens: 8", "train.batch_tokens must be at least 256 to hold"),
-        (3, "  source: folder\n  generated: {}", "data.generated needs data.source to be one of"),
+        (
+            3,
+            "  source: folder\n  generated: {}",
+            "data.generated must be null for a prepared folder",
+        ),
         (3, "  source: copy\n  cross_documents: true", "data.cross_documents must be false"),
         (3, "  source: copy\n  mixed_lengths: true", "data.mixed_lengths needs data.unit document"),
         (3, "  source: copy\n  generated: {train: 1000000000}", "train must be at most 10000000"),

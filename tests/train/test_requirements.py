@@ -9,6 +9,7 @@ from reluformer import recipes
 from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
+from reluformer.train import requirements
 from reluformer.train.requirements import check, estimate
 
 
@@ -27,6 +28,17 @@ def test_a_model_beyond_the_memory_is_refused_at_once(field: str) -> None:
     with pytest.raises(UserError, match=r"model needs [\d,]+ GB for weights and optimiser, but"):
         check(needs, torch.device("cpu"), 1)
     assert time.monotonic() - begin < 5
+
+
+def test_a_run_that_may_not_fit_is_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    needs = estimate(load_recipe("document"), 32_000)
+    for gigabytes in (4, 1000):
+        monkeypatch.setattr(requirements, "_memory", lambda device, size=gigabytes: size * 10**9)
+        check(needs, torch.device("cpu"), 1)
+    (message,) = caplog.messages
+    assert message.startswith("this run may need ") and "but the cpu has 4 GB" in message
 
 
 def test_shipped_recipes_for_cpus_need_little_memory() -> None:
