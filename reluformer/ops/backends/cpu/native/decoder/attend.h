@@ -133,10 +133,18 @@ inline int64_t attend_steps(const float* q, float* const* steps, int64_t count, 
   float* weights = scratch.kept.data();
   int32_t* chosen = scratch.chosen.data();
   int64_t read = leave_out_zeros(scores, 0, 1, count, weights, 0, chosen);
-  for (int64_t e = 0; e < width; e += LANES) {
-    vec total{};
-    for (int64_t i = 0; i < read; i++) total += weights[i] * load(steps[chosen[i]] + values + e);
-    store(out + e, total * factor);
+  // VECS sums at a time, because an addition would wait for the one before.
+  for (int64_t e = 0; e < width; e += COLUMNS) {
+    vec total[VECS] = {};
+    int64_t vectors = std::min<int64_t>(VECS, (width - e) / LANES);
+    for (int64_t i = 0; i < read; i++) {
+      const float* value = steps[chosen[i]] + values + e;
+      if (vectors == VECS)
+        for (int v = 0; v < VECS; v++) total[v] += weights[i] * load(value + v * LANES);
+      else
+        for (int v = 0; v < vectors; v++) total[v] += weights[i] * load(value + v * LANES);
+    }
+    for (int v = 0; v < vectors; v++) store(out + e + v * LANES, total[v] * factor);
   }
   return read;
 }

@@ -1,7 +1,7 @@
 // Products of a few rows with packed tables of int8. All sums are exact integers.
 //
 // Rows of activations are scaled to [-127, 127] and rounded. A dense table is packed in panels
-// [outputs / COLUMNS, inputs / 4, COLUMNS, 4] for instructions that add four products at once.
+// [inputs / 4, COLUMNS, 4] of COLUMNS outputs for instructions that add four products at once.
 #pragma once
 
 #include "floats.h"
@@ -72,14 +72,18 @@ inline float quantise(const float* x, int64_t count, uint8_t* to, int offset) {
   return most / 127;
 }
 
-// Packs rows [outputs, inputs] in dense panels; to has room for padded inputs and outputs.
-inline void pack_dense_bytes(int8_t* to, const int8_t* from, int64_t inputs, int64_t outputs) {
-  int64_t quads = divide_up(inputs, 4), panels = divide_up(outputs, COLUMNS);
-  memset(to, 0, panels * quads * COLUMNS * 4);
-  for (int64_t o = 0; o < outputs; o++) {
-    int8_t* panel = to + o / COLUMNS * quads * COLUMNS * 4 + o % COLUMNS * 4;
-    for (int64_t i = 0; i < inputs; i++)
-      panel[i / 4 * COLUMNS * 4 + i % 4] = from[o * inputs + i];
+// Packs rows [columns, inputs] in a dense panel, and the sums of its rows.
+inline void pack_dense_bytes(int8_t* to, int32_t* sums, const int8_t* from, int64_t inputs,
+                             int64_t columns) {
+  memset(to, 0, divide_up(inputs, 4) * COLUMNS * 4);
+  for (int64_t c = 0; c < columns; c++) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+      int8_t weight = from[c * inputs + i];
+      to[(i / 4 * COLUMNS + c) * 4 + i % 4] = weight;
+      sum += weight;
+    }
+    sums[c] = sum;
   }
 }
 
@@ -111,20 +115,20 @@ KERNEL multiply_dense_bytes(const uint8_t* x, int64_t stride, const int8_t* pane
   copy_block(held, total);
 }
 
-// Panels whose rows can be left out are packed as [outputs / COLUMNS, inputs, COLUMNS]. Four rows of
-// a panel are interleaved when they are read: in each group of 16 bytes, byte 4 v + i of every row
-// goes to lane i of vector v. The packed columns are ordered so that the lanes are in order.
+// Panels whose rows can be left out are packed as [inputs, COLUMNS]. Four rows of a panel are
+// interleaved when they are read: in each group of 16 bytes, byte 4 v + i of every row goes to lane i
+// of vector v. The packed columns are ordered so that the lanes are in order.
 inline int64_t byte_place_of(int64_t column) {
   int64_t v = column / LANES, lane = column % LANES;
   return lane / 4 * 16 + v * 4 + lane % 4;
 }
 
-inline void pack_value_bytes(int8_t* to, const int8_t* from, int64_t inputs, int64_t outputs) {
-  int64_t panels = divide_up(outputs, COLUMNS);
-  memset(to, 0, panels * inputs * COLUMNS);
+inline void pack_value_bytes(int8_t* to, const int8_t* from, int64_t inputs, int64_t outputs,
+                             int64_t columns) {
+  memset(to, 0, inputs * COLUMNS);
   for (int64_t i = 0; i < inputs; i++)
-    for (int64_t o = 0; o < outputs; o++)
-      to[(o / COLUMNS * inputs + i) * COLUMNS + byte_place_of(o % COLUMNS)] = from[i * outputs + o];
+    for (int64_t c = 0; c < columns; c++)
+      to[i * COLUMNS + byte_place_of(c)] = from[i * outputs + c];
 }
 
 // Interleaves the lower (HIGH = 0) or upper (8) halves of all groups of 16 bytes, UNIT bytes at a time.

@@ -1,8 +1,8 @@
 // Products of a few rows with packed tables of float32 or bfloat16.
 //
-// A table [inputs, outputs] is packed in panels of COLUMNS outputs, [outputs / COLUMNS, inputs,
-// COLUMNS]: a panel is read once, from start to end, for each block of at most ROWS rows. Every sum
-// is computed in the same order for every number of rows, so that results do not depend on the batch.
+// A table [inputs, outputs] is packed in panels of COLUMNS outputs, [inputs, COLUMNS]: a panel is
+// read once, from start to end, for each block of at most ROWS rows. Every sum is computed in the
+// same order for every number of rows, so that results do not depend on the batch.
 #pragma once
 
 #include "../vectors.h"
@@ -27,7 +27,7 @@ inline int64_t padded(int64_t size, int64_t unit) { return divide_up(size, unit)
 
 // Calls f with the number of rows, 1 to ROWS, as a compile-time constant.
 template <int R = ROWS, class F>
-inline void with_rows(int64_t rows, F f) {
+inline void with_rows(int64_t rows, const F& f) {
   if constexpr (R > 1) {
     if (rows < R) return with_rows<R - 1>(rows, f);
   }
@@ -83,18 +83,20 @@ KERNEL multiply_panel(const float* x, int64_t stride, const T* panel, const int3
   copy_block(held, total);
 }
 
-// Packs a table whose element for an input and an output is at from[input * a + output * b].
+// Packs the first `columns` outputs of a table, whose element for an input and an output is at
+// from[input * a + output * b], in one panel.
+template <class T>
+inline void pack_panel(T* to, const T* from, int64_t inputs, int64_t a, int64_t columns, int64_t b) {
+  memset(to, 0, inputs * COLUMNS * sizeof(T));
+  for (int64_t k = 0; k < inputs; k++)
+    for (int64_t c = 0; c < columns; c++) to[k * COLUMNS + place_of<T>(c)] = from[k * a + c * b];
+}
+
+// Packs a table in panels one after the other.
 template <class T>
 inline void pack_panels(T* to, const T* from, int64_t inputs, int64_t a, int64_t outputs, int64_t b) {
-  int64_t panels = divide_up(outputs, COLUMNS);
-  memset(to, 0, panels * inputs * COLUMNS * sizeof(T));
-  for (int64_t p = 0; p < panels; p++)
-    for (int64_t k = 0; k < inputs; k++) {
-      T* row = to + (p * inputs + k) * COLUMNS;
-      int64_t columns = std::min(COLUMNS, outputs - p * COLUMNS);
-      for (int64_t c = 0; c < columns; c++)
-        row[place_of<T>(c)] = from[k * a + (p * COLUMNS + c) * b];
-    }
+  for (int64_t o = 0; o < outputs; o += COLUMNS)
+    pack_panel(to + o * inputs, from + o * b, inputs, a, std::min(COLUMNS, outputs - o), b);
 }
 
 // A benchmark builds the library with READ_ZEROS, to measure the gain of leaving out zeros.

@@ -57,34 +57,38 @@ inline float sum_of_exponentials(float* x, int64_t count, float most) {
   return sum(total);
 }
 
-// Layer norm or RMS norm.
+// Layer norm, or RMS norm, which subtracts no mean and adds no bias.
 struct Norm {
   std::vector<float> gain, bias;
+  bool is_centred;
   float epsilon;
 
-  Norm(const NormDescription& d, int64_t width) : epsilon(float(d.epsilon)) {
-    if (d.gain) gain.assign(d.gain, d.gain + width);
-    if (d.bias) bias.assign(d.bias, d.bias + width);
+  Norm(const NormDescription& d, int64_t width) : is_centred(d.bias), epsilon(float(d.epsilon)) {
+    if (!d.gain) return;
+    gain.assign(d.gain, d.gain + width);
+    bias = copied(d.bias, width, 1);
   }
   bool exists() const { return !gain.empty(); }
 
   // x and out may be the same.
   void apply(const float* x, float* out) const {
-    int64_t width = int64_t(gain.size());
+    int64_t width = int64_t(gain.size()), i = 0;
     vec total{}, squares{};
-    if (!bias.empty())
-      for (int64_t i = 0; i < width; i += LANES)
-        total += lanes_below(i, width) ? load(x + i) : vec{};
+    if (is_centred)
+      for (int64_t k = 0; k < width; k += LANES)
+        total += lanes_below(k, width) ? load(x + k) : vec{};
     float mean = sum(total) / width;
-    for (int64_t i = 0; i < width; i += LANES) {
-      vec centred = lanes_below(i, width) ? load(x + i) - mean : vec{};
+    for (int64_t k = 0; k < width; k += LANES) {
+      vec centred = lanes_below(k, width) ? load(x + k) - mean : vec{};
       squares += centred * centred;
     }
     float factor = 1 / std::sqrt(sum(squares) / width + epsilon);
-    if (bias.empty())
-      for (int64_t i = 0; i < width; i++) out[i] = x[i] * factor * gain[i];
-    else
-      for (int64_t i = 0; i < width; i++) out[i] = (x[i] - mean) * factor * gain[i] + bias[i];
+    for (; i + LANES <= width; i += LANES) {
+      vec y = (load(x + i) - mean) * factor * load(gain.data() + i) + load(bias.data() + i);
+      store(out + i, y);
+    }
+    // Memory after a head belongs to the next one.
+    for (; i < width; i++) out[i] = (x[i] - mean) * factor * gain[i] + bias[i];
   }
 };
 

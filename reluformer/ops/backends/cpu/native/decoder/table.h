@@ -40,7 +40,7 @@ inline std::vector<float> copied(const float* from, int64_t count, int64_t unit)
 
 // Calls f(panel, first row, rows) for blocks of at most ROWS rows; threads share panels and groups.
 template <class F>
-inline void for_blocks(const Team& team, int64_t panels, int64_t rows, F f) {
+inline void for_blocks(const Team& team, int64_t panels, int64_t rows, const F& f) {
   int64_t groups = divide_up(rows, GROUP);
   team.for_units(panels * groups, [&](int64_t unit) {
     int64_t panel = unit / groups, first = unit % groups * GROUP;
@@ -49,37 +49,82 @@ inline void for_blocks(const Team& team, int64_t panels, int64_t rows, F f) {
   });
 }
 
+// Numbers of the outputs of a panel, which are read together when its product is finished.
+struct PanelEnd {
+  float bias[COLUMNS], scales[COLUMNS];
+  int32_t sums[COLUMNS];  // of weights in int8
+};
+
+// Panels of weights, one after the other, and their ends. Ends between the panels would move them off
+// the starts of pages, which took 4% more time in float32.
+struct Panels {
+  int64_t count, bytes;  // number of panels, bytes of the weights of one
+  char* data;
+  PanelEnd* ends;
+
+  Panels(int64_t outputs, int64_t bytes, Arena& arena)
+      : count(divide_up(outputs, COLUMNS)), bytes(bytes),
+        // The values of a memory in int8 are read up to a multiple of four slots, with weights of 0.
+        data(arena.take<char>(count * bytes + 3 * COLUMNS)), ends(arena.take<PanelEnd>(count)) {}
+
+  template <class T>
+  T* weights(int64_t panel) const {
+    return (T*)(data + panel * bytes);
+  }
+  PanelEnd& end(int64_t panel) const { return ends[panel]; }
+
+  // Calls f(panel, first output, outputs) for all panels, whose ends have the biases and scales.
+  template <class F>
+  void fill(int64_t outputs, const float* bias, const float* scales, const F& f) {
+    for (int64_t p = 0; p < count; p++) {
+      int64_t first = p * COLUMNS, columns = std::min(COLUMNS, outputs - first);
+      end(p) = {};
+      if (bias) std::copy(bias + first, bias + first + columns, end(p).bias);
+      if (scales) std::copy(scales + first, scales + first + columns, end(p).scales);
+      f(p, first, columns);
+    }
+  }
+};
+
+// Bytes of a weight.
+inline int64_t size_of(Kind kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1; }
+
+// Writes a block of results [R, COLUMNS] plus the bias to out [rows, stride], or adds it to out.
+template <int R>
+inline void write_block(const vec (&total)[R][VECS], const float* bias, float* out, int64_t stride,
+                        bool add) {
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < VECS; v++) {
+      float* to = out + r * stride + v * LANES;
+      vec y = total[r][v] + load(bias + v * LANES);
+      store(to, add ? load(to) + y : y);
+    }
+}
+
 // A linear layer: out = x W^T + bias.
 class Table {
  public:
   Table(const TableDescription& d, const float* bias, Arena& arena)
-      : kind(Kind(d.kind)), outputs(d.height), inputs(d.width),
-        panels(divide_up(outputs, COLUMNS)), quads(divide_up(inputs, 4)),
-        bias(copied(bias, outputs, COLUMNS)), scales(copied(d.scales, outputs, COLUMNS)) {
-    if (kind == FLOAT32) pack<float>(d.rows, arena);
-    if (kind == BFLOAT16) pack<bf16>(d.rows, arena);
-    if (kind != INT8) return;
-    const int8_t* rows = (const int8_t*)d.rows;
-    data = arena.take<int8_t>(panels * quads * COLUMNS * 4);
-    pack_dense_bytes((int8_t*)data, rows, inputs, outputs);
-    offsets.resize(panels * COLUMNS);
-    for (int64_t o = 0; o < outputs; o++)
-      for (int64_t i = 0; i < inputs; i++) offsets[o] += OFFSET * rows[o * inputs + i];
+      : kind(Kind(d.kind)), outputs(d.height), inputs(d.width), quads(divide_up(inputs, 4)),
+        panels(outputs, (kind == INT8 ? 4 * quads : inputs) * COLUMNS * size_of(kind), arena) {
+    panels.fill(outputs, bias, d.scales, [&](int64_t p, int64_t first, int64_t columns) {
+      if (kind == FLOAT32) pack<float>(p, (float*)d.rows + first * inputs, columns);
+      if (kind == BFLOAT16) pack<bf16>(p, (bf16*)d.rows + first * inputs, columns);
+      if (kind == INT8)
+        pack_dense_bytes(panels.weights<int8_t>(p), panels.end(p).sums,
+                         (int8_t*)d.rows + first * inputs, inputs, columns);
+    });
   }
 
   // out [rows, stride] = x W^T + bias, or that is added to out. The stride is a multiple of COLUMNS.
   void multiply(const Team& team, const Rows& x, int64_t rows, float* out, int64_t stride,
                 bool add = false) const {
-    for_blocks(team, panels, rows, [&](int64_t panel, int64_t first, int64_t count) {
+    for_blocks(team, panels.count, rows, [&](int64_t panel, int64_t first, int64_t count) {
       with_rows(count, [&](auto R) {
         vec total[R][VECS];
         block<R>(x, first, panel, total);
-        for (int r = 0; r < R; r++)
-          for (int v = 0; v < VECS; v++) {
-            float* to = out + (first + r) * stride + panel * COLUMNS + v * LANES;
-            vec y = total[r][v] + load(bias.data() + panel * COLUMNS + v * LANES);
-            store(to, add ? load(to) + y : y);
-          }
+        write_block<R>(total, panels.end(panel).bias, out + first * stride + panel * COLUMNS, stride,
+                       add);
       });
     });
   }
@@ -88,12 +133,13 @@ class Table {
   void read_row(int64_t n, float factor, float* out) const {
     int64_t panel = n / COLUMNS, column = n % COLUMNS;
     for (int64_t i = 0; i < inputs; i++) {
-      int64_t row = (panel * inputs + i) * COLUMNS;
-      if (kind == FLOAT32) out[i] = factor * ((float*)data)[row + column];
-      if (kind == BFLOAT16) out[i] = factor * wide(((bf16*)data)[row + place_of<bf16>(column)]);
+      int64_t row = i * COLUMNS;
+      if (kind == FLOAT32) out[i] = factor * panels.weights<float>(panel)[row + column];
+      if (kind == BFLOAT16)
+        out[i] = factor * wide(panels.weights<bf16>(panel)[row + place_of<bf16>(column)]);
       if (kind == INT8) {
-        int64_t at = ((panel * quads + i / 4) * COLUMNS + column) * 4 + i % 4;
-        out[i] = factor * (scales[n] * ((int8_t*)data)[at]);
+        int8_t weight = panels.weights<int8_t>(panel)[(i / 4 * COLUMNS + column) * 4 + i % 4];
+        out[i] = factor * (panels.end(panel).scales[column] * weight);
       }
     }
   }
@@ -103,38 +149,33 @@ class Table {
 
  private:
   template <class T>
-  void pack(const void* rows, Arena& arena) {
-    data = arena.take<T>(panels * inputs * COLUMNS);
-    pack_panels((T*)data, (const T*)rows, inputs, 1, outputs, inputs);
+  void pack(int64_t panel, const T* rows, int64_t columns) {
+    pack_panel(panels.weights<T>(panel), rows, inputs, 1, columns, inputs);
   }
 
   template <int R>
   void block(const Rows& x, int64_t first, int64_t panel, vec (&total)[R][VECS]) const {
     const float* values = x.row(first);
     if (kind == FLOAT32)
-      multiply_panel<R, false>(values, x.stride, (float*)data + panel * inputs * COLUMNS,
-                               nullptr, inputs, total);
+      multiply_panel<R, false>(values, x.stride, panels.weights<float>(panel), nullptr, inputs,
+                               total);
     if (kind == BFLOAT16)
-      multiply_panel<R, false>(values, x.stride, (bf16*)data + panel * inputs * COLUMNS,
-                               nullptr, inputs, total);
+      multiply_panel<R, false>(values, x.stride, panels.weights<bf16>(panel), nullptr, inputs, total);
     if (kind != INT8) return;
     ints sums[R][VECS];
-    multiply_dense_bytes<R>(x.bytes + first * x.stride, x.stride,
-                            (int8_t*)data + panel * quads * COLUMNS * 4, quads, sums);
+    multiply_dense_bytes<R>(x.bytes + first * x.stride, x.stride, panels.weights<int8_t>(panel),
+                            quads, sums);
+    const PanelEnd& end = panels.end(panel);
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECS; v++) {
-        int64_t column = panel * COLUMNS + v * LANES;
-        ints offset;
-        memcpy(&offset, offsets.data() + column, sizeof offset);
+        ints offset = OFFSET * (ints)load(end.sums + v * LANES);
         vec exact = __builtin_convertvector(sums[r][v] - offset, vec);
-        total[r][v] = exact * (x.scales[first + r] * load(scales.data() + column));
+        total[r][v] = exact * (x.scales[first + r] * load(end.scales + v * LANES));
       }
   }
 
-  int64_t panels, quads;
-  std::vector<float> bias, scales;
-  std::vector<int32_t> offsets;
-  void* data = nullptr;
+  int64_t quads;
+  Panels panels;
 };
 
 // Weights of slots, at least 0, with the slots left out that no row of a block of ROWS rows reads.
@@ -162,57 +203,74 @@ struct SlotWeights {
   // other block reads the table. Returns the number of slots that will be read.
   int64_t prepare(int64_t block, float* x, int64_t x_stride, int64_t rows, const float* slot_scales,
                   bool is_only) {
-    int64_t first = block * ROWS * stride, count;
+    int64_t first = block * ROWS * stride, count = 0;
     int32_t* list = chosen + block * stride;
-    if (kind == INT8) {
+    if (kind == INT8)
       for (int64_t r = 0; r < rows; r++) {
         float* row = x + r * x_stride;
-        for (int64_t s = 0; s < slots; s++) row[s] *= slot_scales[s];
+        scale(row, slot_scales);
         scales[block * ROWS + r] = quantise(row, slots, quantised + first + r * stride, 0);
       }
-      count = leave_out_zero_bytes(quantised + first, stride, rows, slots, bytes + first, list);
-    } else {
-      count = leave_out_zeros(x, x_stride, rows, slots, kept + first, stride, list);
-    }
-    counts[block] = int32_t(count);
     // Memory delivers scattered rows at about a quarter of the speed of consecutive ones.
-    if (LEAVES_OUT_ZEROS && (!is_only || count * 4 < slots)) return count;
-    counts[block] = ALL;
-    for (int64_t r = 0; r < rows; r++) {
-      if (kind == INT8) memcpy(bytes + first + r * stride, quantised + first + r * stride, stride);
-      else memcpy(kept + first + r * stride, x + r * x_stride, slots * sizeof(float));
+    if (!LEAVES_OUT_ZEROS || (is_only && count_slots(x, x_stride, rows) * 4 >= slots)) {
+      counts[block] = ALL;
+      for (int64_t r = 0; r < rows; r++) {
+        if (kind == INT8) memcpy(bytes + first + r * stride, quantised + first + r * stride, stride);
+        else memcpy(kept + first + r * stride, x + r * x_stride, slots * sizeof(float));
+      }
+      return slots;
     }
-    return slots;
+    if (kind == INT8)
+      count = leave_out_zero_bytes(quantised + first, stride, rows, slots, bytes + first, list);
+    else count = leave_out_zeros(x, x_stride, rows, slots, kept + first, stride, list);
+    return counts[block] = int32_t(count);
   }
   static constexpr int32_t ALL = -1;
+
+ private:
+  // Weights and scales are padded with zeros to whole vectors. The number of slots is copied, because
+  // a store to a row could change the member, and the compiler would not use vectors.
+  void scale(float* row, const float* slot_scales) const {
+    for (int64_t s = 0, end = slots; s < end; s += LANES)
+      store(row + s, load(row + s) * load(slot_scales + s));
+  }
+
+  // Number of slots with a weight in one of the rows.
+  int64_t count_slots(const float* x, int64_t x_stride, int64_t rows) const {
+    ints counts{};
+    for (int64_t s = 0; s < slots; s += LANES) {
+      ints any{};
+      for (int64_t r = 0; r < rows; r++) any |= load(x + r * x_stride + s) != 0;
+      counts -= any;
+    }
+    int64_t total = 0;
+    for (int i = 0; i < LANES; i++) total += counts[i];
+    return total;
+  }
 };
 
 // Values of a memory: out = weights V + bias, which reads only slots with a weight.
 class Values {
  public:
   Values(const TableDescription& d, const float* bias, Arena& arena)
-      : slots(d.height), outputs(d.width), kind(Kind(d.kind)), scales(copied(d.scales, slots, 1)),
-        panels(divide_up(outputs, COLUMNS)), bias(copied(bias, outputs, COLUMNS)) {
-    if (kind == FLOAT32) pack<float>(d.rows, arena);
-    if (kind == BFLOAT16) pack<bf16>(d.rows, arena);
-    if (kind != INT8) return;
-    // The last panel is read up to a multiple of four slots, with weights of 0.
-    data = arena.take<int8_t>((panels * slots + 3) * COLUMNS);
-    pack_value_bytes((int8_t*)data, (const int8_t*)d.rows, slots, outputs);
+      : slots(d.height), outputs(d.width), kind(Kind(d.kind)), scales(copied(d.scales, slots, COLUMNS)),
+        panels(outputs, slots * COLUMNS * size_of(kind), arena) {
+    panels.fill(outputs, bias, nullptr, [&](int64_t p, int64_t first, int64_t columns) {
+      if (kind == FLOAT32) pack<float>(p, (float*)d.rows + first, columns);
+      if (kind == BFLOAT16) pack<bf16>(p, (bf16*)d.rows + first, columns);
+      if (kind == INT8)
+        pack_value_bytes(panels.weights<int8_t>(p), (int8_t*)d.rows + first, slots, outputs, columns);
+    });
   }
 
   void multiply(const Team& team, const SlotWeights& x, int64_t rows, float* out, int64_t stride,
                 bool add) const {
-    for_blocks(team, panels, rows, [&](int64_t panel, int64_t first, int64_t count) {
+    for_blocks(team, panels.count, rows, [&](int64_t panel, int64_t first, int64_t count) {
       with_rows(count, [&](auto R) {
         vec total[R][VECS];
         read<R>(x, first / ROWS, panel, total);
-        for (int r = 0; r < R; r++)
-          for (int v = 0; v < VECS; v++) {
-            float* to = out + (first + r) * stride + panel * COLUMNS + v * LANES;
-            vec y = total[r][v] + load(bias.data() + panel * COLUMNS + v * LANES);
-            store(to, add ? load(to) + y : y);
-          }
+        write_block<R>(total, panels.end(panel).bias, out + first * stride + panel * COLUMNS, stride,
+                       add);
       });
     });
   }
@@ -223,9 +281,8 @@ class Values {
 
  private:
   template <class T>
-  void pack(const void* rows, Arena& arena) {
-    data = arena.take<T>(panels * slots * COLUMNS);
-    pack_panels((T*)data, (const T*)rows, slots, outputs, outputs, 1);
+  void pack(int64_t panel, const T* rows, int64_t columns) {
+    pack_panel(panels.weights<T>(panel), rows, slots, outputs, columns, 1);
   }
 
   template <int R>
@@ -238,7 +295,7 @@ class Values {
   template <int R, class T>
   void read_floats(const SlotWeights& x, int64_t block, int64_t panel,
                    vec (&total)[R][VECS]) const {
-    const T* rows = (T*)data + panel * slots * COLUMNS;
+    const T* rows = panels.weights<T>(panel);
     const float* weights = x.kept + block * ROWS * x.stride;
     const int32_t* list = x.chosen + block * x.stride;
     int64_t count = x.counts[block];
@@ -249,7 +306,7 @@ class Values {
 
   template <int R>
   void read_bytes(const SlotWeights& x, int64_t block, int64_t panel, vec (&total)[R][VECS]) const {
-    const int8_t* rows = (int8_t*)data + panel * slots * COLUMNS;
+    const int8_t* rows = panels.weights<int8_t>(panel);
     const uint8_t* weights = x.bytes + block * ROWS * x.stride;
     const int32_t* list = x.chosen + block * x.stride;
     int64_t count = x.counts[block];
@@ -262,7 +319,5 @@ class Values {
         total[r][v] = __builtin_convertvector(sums[r][v], vec) * x.scales[block * ROWS + r];
   }
 
-  int64_t panels;
-  std::vector<float> bias;
-  void* data = nullptr;
+  Panels panels;
 };

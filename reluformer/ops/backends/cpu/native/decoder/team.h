@@ -20,13 +20,24 @@ class Barrier {
       return;
     }
     for (int spins = 0; turns.load(std::memory_order_acquire) == turn; spins++) {
+      relax();
       // A thread that waits for long may keep the other one from its processor.
       if (spins > SPINS) std::this_thread::yield();
     }
   }
 
  private:
-  static constexpr int SPINS = 10000;
+  static constexpr int SPINS = 2000;
+
+  // Leaves the core to its other hardware thread for a moment.
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
   std::atomic<int> arrived{0}, turns{0};
 };
 
@@ -50,7 +61,7 @@ struct Team {
 
   // Calls f(unit) for this thread's contiguous share of the units.
   template <class F>
-  void for_units(int64_t count, F f) const {
+  void for_units(int64_t count, const F& f) const {
     int64_t last = count * (index + 1) / size;
     for (int64_t unit = count * index / size; unit < last; unit++) f(unit);
   }
