@@ -72,6 +72,8 @@ class SystemSpec(NamedTuple):
     name: str
     folder: Path
     precision: Any
+    penalty: float | None = None
+    """Length penalty; None is that of the recipe."""
 
 
 def translate(
@@ -79,33 +81,52 @@ def translate(
 ) -> tuple[Documents, dict[str, Any]]:
     """Translations by document, and their cost."""
     translator = Translator.load(
-        system.folder, device="cpu", decoder="native", precision=system.precision
+        system.folder,
+        device="cpu",
+        decoder="native",
+        precision=system.precision,
+        **({} if system.penalty is None else {"length_penalty": system.penalty}),
     )
     lines = [line for document in sources for line in (*document, "")]
-    began = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     rest = iter(translator.lines(lines, together=is_together))
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
     translations = [[next(rest) for _ in (*document, "")][:-1] for document in sources]
     encode = translator.tokenizer.encode_batch
     tokens = sum(len(ids) for document in translations for ids in encode(document))
     return translations, {
         "name": system.name,
+        "length_penalty": translator.config.length_penalty,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
         "tokens": tokens,
-        "tokens_per_second": round(tokens / seconds, 1),
         "threads": torch.get_num_threads(),
         "skipped": vars(translator.engine.native.skipped),  # type: ignore[attr-defined]
     }
 
 
-def score(test: TestSet, systems: list[SystemSpec]) -> dict[str, Any]:
+def translate_once(
+    system: SystemSpec, test: TestSet, sources: Documents, kept: Path | None
+) -> tuple[Documents, dict[str, Any]]:
+    """As `translate`, with results kept in a folder for the next call."""
+    file = None if kept is None else kept / f"{system.name}, {test.name}.json"
+    if file is not None and file.is_file():
+        stored = json.loads(file.read_text("utf-8"))
+        return stored["translations"], stored["cost"]
+    translations, cost = translate(system, sources, test.is_together)
+    print(f"{test.name}: {system.name} took {cost['seconds']} s", file=sys.stderr, flush=True)
+    if file is not None:
+        write_json(file, {"translations": translations, "cost": cost})
+    return translations, cost
+
+
+def score(test: TestSet, systems: list[SystemSpec], kept: Path | None) -> dict[str, Any]:
     """Translate one test set with all systems and score them."""
     sources, (references,) = read_aligned(test.source, [test.target], documents=test.has_documents)
     hypotheses, costs = {}, []
     for system in systems:
-        hypotheses[system.name], cost = translate(system, sources, test.is_together)
+        hypotheses[system.name], cost = translate_once(system, test, sources, kept)
         costs.append(cost)
-        print(f"{test.name}: {system.name} took {cost['seconds']} s", file=sys.stderr, flush=True)
     result = evaluate(references, hypotheses, documents=test.has_documents, metrics=METRICS)
     return {
         "name": test.name,
@@ -155,13 +176,15 @@ def differences(measured: dict[str, Any], committed: dict[str, Any]) -> Iterator
                 yield f"{test['name']}: {label} {now[label]}, committed {then[label]}"
 
 
-def measure(tests: list[TestSet], systems: list[SystemSpec]) -> dict[str, Any]:
+def measure(
+    tests: list[TestSet], systems: list[SystemSpec], kept: Path | None = None
+) -> dict[str, Any]:
     """All scores with the description of the model and the machine."""
     stored = read_run(systems[0].folder)
     sets = []
     for test in tests:
         # Other systems are compared on documents only.
-        sets.append(score(test, systems if test.is_together else systems[:1]))
+        sets.append(score(test, systems if test.is_together else systems[:1], kept))
         _show(sets[-1])
     return {
         "format": "reluformer model card 1",
@@ -194,6 +217,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: the shipped model")
     parser.add_argument("--float32", type=Path, help="run before quantisation")
     parser.add_argument("--softmax", type=Path, help="run of the softmax twin")
+    parser.add_argument("--softmax-penalty", type=float, help="length penalty of the twin")
+    parser.add_argument("--keep", type=Path, help="folder that keeps translations between calls")
     parser.add_argument(
         "--other", nargs=3, action="append", default=[], metavar=("NAME", "SOURCE", "TARGET")
     )
@@ -204,13 +229,13 @@ def main() -> None:
     if arguments.float32:
         systems.append(SystemSpec("float32", arguments.float32, "float32"))
     if arguments.softmax:
-        systems.append(SystemSpec("softmax float32", arguments.softmax, "float32"))
-        systems.append(SystemSpec("softmax int8", arguments.softmax, "int8"))
+        twin = arguments.softmax, "float32", arguments.softmax_penalty
+        systems.append(SystemSpec("softmax float32", *twin))
     others = [
         TestSet(name, Path(source), Path(target), has_documents=False, is_together=False)
         for name, source, target in arguments.other
     ]
-    measured = measure([*europarl(arguments.data), *others], systems)
+    measured = measure([*europarl(arguments.data), *others], systems, arguments.keep)
     if arguments.out:
         write_json(arguments.out, measured)
     if arguments.check:

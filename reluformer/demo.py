@@ -62,29 +62,24 @@ def _show_scores(translator: Translator, folder: Path) -> None:
 
 
 def _show_zeros(translator: Translator, sentences: Sequence[TranslatedSentence]) -> None:
-    """Print the share of attention weights that are exactly zero."""
-    encode = translator.tokenizer.encode
+    """Print the share of attention weights that are exactly zero, in the whole document."""
+    encode, longest = translator.tokenizer.encode_document, translator.trained_length - 1
+    source = encode([sentence.source for sentence in sentences])[:longest]
+    target = encode([sentence.target for sentence in sentences])[:longest]
     with torch.inference_mode():
-        maps = [
-            compute_maps(translator.model, translator.tokenizer, encode(source), encode(target))
-            for _, source, target in sentences
-        ]
+        maps = compute_maps(translator.model, translator.tokenizer, source, target)
     shares = {name: _zeros(maps, name) for name in ("encoder", "decoder", "cross")}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    print(f"   Attention weights that are exactly zero: {parts}.")
-    print("   Softmax has none: every word reads every other word.")
+    print(f"   Attention weights that are exactly zero: {parts}; with softmax, none.")
 
 
-def _zeros(maps: Sequence[AttentionMaps], site: str) -> float:
+def _zeros(maps: AttentionMaps, site: str) -> float:
     """Share of exact zeros among the weights of visible keys."""
-    zeros = visible = 0
-    for text in maps:
-        weights = getattr(text, site)  # [layers, H, Tq, Tk]
-        seen = torch.ones(weights.shape[-2:], dtype=torch.bool)
-        seen = seen.tril() if site == "decoder" else seen
-        zeros += int(((weights == 0) & seen).sum())
-        visible += int(seen.sum()) * weights.shape[0] * weights.shape[1]
-    return zeros / visible
+    weights = getattr(maps, site)  # [layers, H, Tq, Tk]
+    visible = torch.ones(weights.shape[-2:], dtype=torch.bool)
+    visible = visible.tril() if site == "decoder" else visible
+    pairs = int(visible.sum()) * weights.shape[0] * weights.shape[1]
+    return int(((weights == 0) & visible).sum()) / pairs
 
 
 def _show_speed(

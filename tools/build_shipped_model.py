@@ -31,7 +31,7 @@ MOST_BYTES_OF_A_FILE = 16_000_000
 DATA, FIRST_RUN = "data/europarl-doc", "runs/translator-sentences"
 
 
-def build(run: Path, twin: Path, folder: Path) -> int:
+def build(run: Path, twin: Path, folder: Path, penalty: float | None) -> int:
     """Replace the model in `folder`, write the twin's maps, and return the size of the folder."""
     with tempfile.TemporaryDirectory() as temporary:
         new = Path(temporary) / "model"
@@ -46,6 +46,10 @@ def build(run: Path, twin: Path, folder: Path) -> int:
         recipe,
         data=dataclasses.replace(recipe.data, source=DATA),
         train=dataclasses.replace(recipe.train, start_from=start),
+        decode=dataclasses.replace(
+            recipe.decode,
+            length_penalty=recipe.decode.length_penalty if penalty is None else penalty,
+        ),
     ).save(folder / RECIPE)
     write_twin_maps(folder, twin)
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
@@ -65,10 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build the shipped model.")
     parser.add_argument("run", type=Path, help="run of the ReLU model")
     parser.add_argument("twin", type=Path, help="run of the softmax model")
+    parser.add_argument("--length-penalty", type=float, help="as tuned on dev")
     parser.add_argument("--data", type=Path, help="prepared corpus")
     parser.add_argument("--folder", type=Path, default=SHIPPED_FOLDER, help="folder to fill")
     arguments = parser.parse_args()
-    print(f"{build(arguments.run, arguments.twin, arguments.folder):,} bytes")
+    size = build(arguments.run, arguments.twin, arguments.folder, arguments.length_penalty)
+    print(f"{size:,} bytes")
     if arguments.data:
         options = ["--model", arguments.folder, "--data", arguments.data, "--out", RESULTS]
         options += ["--float32", arguments.run, "--softmax", arguments.twin]

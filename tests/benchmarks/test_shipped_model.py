@@ -43,11 +43,13 @@ def test_scores_are_reproduced_to_the_last_digit(
     call = ["model_card", "--data", str(data), "--model", str(folder)]
     twin = ["--float32", str(tmp_path / "float32"), "--softmax", str(tmp_path / "float32")]
     other = ["--other", "mine", *(str(data / f"test.{side}.txt") for side in ("source", "target"))]
-    monkeypatch.setattr("sys.argv", [*call, *twin, *other, "--out", str(out)])
+    keep = ["--keep", str(tmp_path / "kept")]
+    monkeypatch.setattr("sys.argv", [*call, *twin, *other, *keep, "--out", str(out)])
     model_card.main()
     written = json.loads(out.read_text())
     names = [system["name"] for system in written["sets"][0]["systems"]]
-    assert names == ["shipped int8", "float32", "softmax float32", "softmax int8"]
+    assert names == ["shipped int8", "float32", "softmax float32"]
+    assert len(list((tmp_path / "kept").iterdir())) == 8
     assert [test["documents"] for test in written["sets"]] == [2, 2, 2, None]
     assert {row["label"] for row in written["sets"][2]["comparisons"]} >= {"BLEU", "d-BLEU"}
     monkeypatch.setattr(model_card, "RESULTS", out)
