@@ -125,7 +125,7 @@ inline int64_t byte_place_of(int64_t column) {
 
 inline void pack_value_bytes(int8_t* to, const int8_t* from, int64_t inputs, int64_t outputs,
                              int64_t columns) {
-  memset(to, 0, inputs * COLUMNS);
+  memset(to, 0, padded(inputs, 4) * COLUMNS);
   for (int64_t i = 0; i < inputs; i++)
     for (int64_t c = 0; c < columns; c++)
       to[i * COLUMNS + byte_place_of(c)] = from[i * outputs + c];

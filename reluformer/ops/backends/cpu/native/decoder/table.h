@@ -60,27 +60,24 @@ struct PanelEnd {
 struct Panels {
   int64_t count, bytes;  // number of panels, bytes of the weights of one
   char* data;
-  PanelEnd* ends;
+  std::vector<PanelEnd> ends;
 
   Panels(int64_t outputs, int64_t bytes, Arena& arena)
-      : count(divide_up(outputs, COLUMNS)), bytes(bytes),
-        // The values of a memory in int8 are read up to a multiple of four slots, with weights of 0.
-        data(arena.take<char>(count * bytes + 3 * COLUMNS)), ends(arena.take<PanelEnd>(count)) {}
+      : count(divide_up(outputs, COLUMNS)), bytes(bytes), data(arena.take<char>(count * bytes)),
+        ends(count) {}
 
   template <class T>
   T* weights(int64_t panel) const {
     return (T*)(data + panel * bytes);
   }
-  PanelEnd& end(int64_t panel) const { return ends[panel]; }
 
   // Calls f(panel, first output, outputs) for all panels, whose ends have the biases and scales.
   template <class F>
   void fill(int64_t outputs, const float* bias, const float* scales, const F& f) {
     for (int64_t p = 0; p < count; p++) {
       int64_t first = p * COLUMNS, columns = std::min(COLUMNS, outputs - first);
-      end(p) = {};
-      if (bias) std::copy(bias + first, bias + first + columns, end(p).bias);
-      if (scales) std::copy(scales + first, scales + first + columns, end(p).scales);
+      if (bias) std::copy(bias + first, bias + first + columns, ends[p].bias);
+      if (scales) std::copy(scales + first, scales + first + columns, ends[p].scales);
       f(p, first, columns);
     }
   }
@@ -111,7 +108,7 @@ class Table {
       if (kind == FLOAT32) pack<float>(p, (float*)d.rows + first * inputs, columns);
       if (kind == BFLOAT16) pack<bf16>(p, (bf16*)d.rows + first * inputs, columns);
       if (kind == INT8)
-        pack_dense_bytes(panels.weights<int8_t>(p), panels.end(p).sums,
+        pack_dense_bytes(panels.weights<int8_t>(p), panels.ends[p].sums,
                          (int8_t*)d.rows + first * inputs, inputs, columns);
     });
   }
@@ -123,7 +120,7 @@ class Table {
       with_rows(count, [&](auto R) {
         vec total[R][VECS];
         block<R>(x, first, panel, total);
-        write_block<R>(total, panels.end(panel).bias, out + first * stride + panel * COLUMNS, stride,
+        write_block<R>(total, panels.ends[panel].bias, out + first * stride + panel * COLUMNS, stride,
                        add);
       });
     });
@@ -139,7 +136,7 @@ class Table {
         out[i] = factor * wide(panels.weights<bf16>(panel)[row + place_of<bf16>(column)]);
       if (kind == INT8) {
         int8_t weight = panels.weights<int8_t>(panel)[(i / 4 * COLUMNS + column) * 4 + i % 4];
-        out[i] = factor * (panels.end(panel).scales[column] * weight);
+        out[i] = factor * (panels.ends[panel].scales[column] * weight);
       }
     }
   }
@@ -165,7 +162,7 @@ class Table {
     ints sums[R][VECS];
     multiply_dense_bytes<R>(x.bytes + first * x.stride, x.stride, panels.weights<int8_t>(panel),
                             quads, sums);
-    const PanelEnd& end = panels.end(panel);
+    const PanelEnd& end = panels.ends[panel];
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECS; v++) {
         ints offset = OFFSET * (ints)load(end.sums + v * LANES);
@@ -254,7 +251,8 @@ class Values {
  public:
   Values(const TableDescription& d, const float* bias, Arena& arena)
       : slots(d.height), outputs(d.width), kind(Kind(d.kind)), scales(copied(d.scales, slots, COLUMNS)),
-        panels(outputs, slots * COLUMNS * size_of(kind), arena) {
+        // Values in int8 are read four slots at a time.
+        panels(outputs, (kind == INT8 ? padded(slots, 4) : slots) * COLUMNS * size_of(kind), arena) {
     panels.fill(outputs, bias, nullptr, [&](int64_t p, int64_t first, int64_t columns) {
       if (kind == FLOAT32) pack<float>(p, (float*)d.rows + first, columns);
       if (kind == BFLOAT16) pack<bf16>(p, (bf16*)d.rows + first, columns);
@@ -269,7 +267,7 @@ class Values {
       with_rows(count, [&](auto R) {
         vec total[R][VECS];
         read<R>(x, first / ROWS, panel, total);
-        write_block<R>(total, panels.end(panel).bias, out + first * stride + panel * COLUMNS, stride,
+        write_block<R>(total, panels.ends[panel].bias, out + first * stride + panel * COLUMNS, stride,
                        add);
       });
     });
