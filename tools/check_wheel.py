@@ -10,6 +10,7 @@ with 1 at the first failure.
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,9 +53,7 @@ def commands() -> list[str]:
 def _with_options(call: str) -> str:
     """The call with the options of `EXTRA`, before any redirection."""
     name = call.rpartition("reluformer ")[2].split()[0]
-    # A server is interrupted after some seconds, and must then stop with status 0.
-    start = "timeout --preserve-status --signal INT 20 " if name == "serve" else ""
-    arguments, *redirections = re.split(r" (?=[<>])", start + call, maxsplit=1)
+    arguments, *redirections = re.split(r" (?=[<>])", call, maxsplit=1)
     return " ".join([arguments, EXTRA.get(name, ""), *redirections])
 
 
@@ -77,14 +76,19 @@ def run(command: list[str] | str, folder: Path, programs: Path) -> None:
     began = time.monotonic()
     # Without PYTHONPATH and outside the repository only the wheel is imported.
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8"}
-    ended = subprocess.run(
-        command, shell=isinstance(command, str), cwd=folder, env=environment,
-        capture_output=True, text=True,
+    started = subprocess.Popen(
+        command if not isinstance(command, str) else ["sh", "-c", f"exec {command}"],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    if "reluformer serve" in command and started.stdout is not None:
+        # A server is interrupted when it is ready, and must then stop with status 0.
+        started.stdout.readline()
+        started.send_signal(signal.SIGINT)
+    errors = started.communicate()[1]
     shown = command if isinstance(command, str) else "Python block"
     print(f"{time.monotonic() - began:6.1f} s  {shown[:110]}", flush=True)
-    if ended.returncode:
-        sys.exit(f"failed with status {ended.returncode}: {ended.stderr.strip()[-2000:]}")
+    if started.returncode:
+        sys.exit(f"failed with status {started.returncode}: {errors.strip()[-2000:]}")
 
 
 def main() -> None:
@@ -92,6 +96,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--environment", type=Path, help="environment to create or to use")
     options = parser.parse_args()
+    # Background jobs ignore interruptions, and child processes would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "empty")
         folder.mkdir()

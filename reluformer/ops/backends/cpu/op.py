@@ -75,19 +75,13 @@ def _needs_float32(plan: Plan, rule: Rectified) -> bool:
 
     Tables in plain torch round scores, and the eighth power multiplies that error by eight. The
     gradients of a threshold and of row-normalised weights are sums whose terms may cancel. Native
-    kernels round weights and outputs only. That spoils the gradient of gamma, a sum over outputs.
-    With row-normalised weights it spoils the gradient of a threshold, and all those of short rows.
+    kernels round weights and outputs only, which spoils the row-normalised gradients of short rows.
     """
     if plan.is_native:
-        divides = rule.row_normalise is not None
-        learns = _is_learned(rule.gamma) or (divides and _is_learned(rule.threshold))
-        return plan.needs_grad and (learns or (divides and plan.keys < _SHORT_ROW))
+        is_short = rule.row_normalise is not None and plan.keys < _SHORT_ROW
+        return plan.needs_grad and is_short
     sums = rule.row_normalise is not None or isinstance(rule.threshold, Tensor)
     return rule.power > 2 or (plan.needs_grad and sums)
-
-
-def _is_learned(value: Tensor | float) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _in_float32(call: Call, rule: Rectified) -> KernelResult:
@@ -160,7 +154,16 @@ class _Attention(torch.autograd.Function):
             constant = through if constant is None else constant + through
         rows = tables.RowTerms(grad, ratio, constant, log_slope)
         if plan.is_native:
-            dq, dk, dv, d_offset, is_spoilt = native.backward(plan, q, k, v, threshold, rows)
+            totals = None
+            if q.dtype == torch.bfloat16 and any(ctx.needs_input_grad[4:]):
+                totals = native.RowTotals(*torch.empty(2, *q.shape[:3]))
+            gradients = native.backward(plan, q, k, v, threshold, rows, totals)
+            dq, dk, dv, d_offset, is_spoilt = gradients
+            if totals is not None:
+                if plan.row_normalise:
+                    # What the rounding of the output added to the gradients of all scores.
+                    d_offset += ((row_dot - totals.dots) * ratio * totals.slopes).double().sum(-1)
+                row_dot = totals.dots
         else:
             with torch.autocast("cpu", enabled=False):
                 dq, dk, dv, d_offset, is_spoilt = tables.backward(

@@ -217,3 +217,32 @@ def test_high_powers_of_bfloat16_are_as_accurate_as_the_reference(
     for result, wanted in zip(run("cpu", torch.bfloat16), exact, strict=True):
         # Native kernels round the weights once.
         assert (result - wanted).norm() < 0.005 * wanted.norm()
+
+
+@pytest.mark.parametrize("rules", [{}, {"causal": True}, {"key_lengths": torch.tensor([600, 130])}])
+@pytest.mark.parametrize("row_normalise", [None, 1e-4])
+@pytest.mark.parametrize("power", [1, 4])
+def test_learned_numbers_in_bfloat16(
+    power: int, row_normalise: float | None, rules: dict[str, Any], compiled: object
+) -> None:
+    """Their gradients are sums over all rows, in which rounded outputs do not cancel."""
+    source = torch.Generator().manual_seed(1)
+    q, grad = (torch.randn(2, 4, 150, 32, generator=source).bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 2, 600, 32, generator=source).bfloat16() for _ in range(2))
+
+    def run(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
+        gamma, threshold = (
+            torch.full((4,), value, dtype=wide, requires_grad=True) for value in (1.3, -0.3)
+        )
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        options = {"gamma": gamma, "threshold": threshold, "row_normalise": row_normalise}
+        output = relu_attention(*leaves, power=power, impl=impl, **options, **rules)
+        results = torch.autograd.grad(output, [gamma, threshold, *leaves], grad.to(dtype))
+        return [t.double() for t in results]
+
+    results, exact = run("cpu", torch.bfloat16), run("reference", torch.float64)
+    for result, wanted in zip(results[:2], exact[:2], strict=True):
+        assert (result - wanted).norm() < 1e-4 * wanted.norm()
+    for result, wanted in zip(results[2:], exact[2:], strict=True):
+        assert (result - wanted).norm() < 0.005 * wanted.norm()

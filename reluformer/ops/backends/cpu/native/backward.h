@@ -72,11 +72,16 @@ struct Backward {
   double* offset_buffer(Memory& memory) const {
     return memory.take<double>(splits * heads());
   }
+  // Sums of rows, [splits, B, H] pairs of `rows` numbers; null if they are not wanted.
+  float* sums_buffer(Memory& memory) const {
+    return p.row_dots ? memory.take<float>(splits * heads() * 2 * rows) : nullptr;
+  }
 
   int64_t size() const {
     Memory counted(nullptr);
     dq_buffer(counted);
     offset_buffer(counted);
+    sums_buffer(counted);
     return counted.size + p.threads * buffers_size();
   }
 
@@ -120,15 +125,16 @@ struct Backward {
   };
 
   // Turns scores into weights, and gradients of weights into those of scores; returns their sum.
-  template <int POWER>
+  // With SUMS, adds to `sums` of each row: weight * grad.v, and `rows` further power * x^(power - 1).
+  template <int POWER, bool SUMS>
   float weigh(const Buffers& r, int64_t b, int64_t key, int64_t key_span, int64_t row,
-              float offset, const RowTerms& terms) const {
+              float offset, const RowTerms& terms, float* sums) const {
     float unit = float(p.unit);
     vec total{};
     for (int64_t j = 0; j < key_span; j += 2) {
       Range seen[2] = {rows_of(p, b, key + j), rows_of(p, b, key + j + 1)};
       for (int64_t i = 0; i < terms.span; i += LANES) {
-        vec ds[2];
+        vec ds[2], dots{}, slopes{};
         for (int o = 0; o < 2; o++) {
           int64_t here = (j + o) * ROWS + i, from = seen[o].from - row - i, to = seen[o].to - row - i;
           vec x = P::rectified(load(r.scores + here) * unit + offset);
@@ -138,23 +144,31 @@ struct Backward {
                     ? x
                     : vec{};
           }
-          vec factor = load(terms.factor + i);
-          vec slope = load(r.slopes + here) * factor + load(terms.constant + i);
-          slope *= raised<POWER - 1>(x) * float(POWER);
-          ds[o] = x == 0 ? vec{} : slope;
+          vec factor = load(terms.factor + i), weight = raised<POWER>(x) * factor;
+          vec dot = load(r.slopes + here), steep = raised<POWER - 1>(x) * float(POWER);
+          ds[o] = x == 0 ? vec{} : (dot * factor + load(terms.constant + i)) * steep;
           total += ds[o];
           ds[o] *= unit;
-          P::put(r.weights + here, raised<POWER>(x) * factor);
+          P::put(r.weights + here, weight);
+          if constexpr (SUMS) {
+            dots += x == 0 ? vec{} : weight * dot;
+            slopes += x == 0 ? vec{} : steep;
+          }
           if constexpr (!std::is_same_v<W, float>) P::put(r.left + here, ds[o]);
         }
         P::put_pair(r.right + j * ROWS + i * (std::is_same_v<W, float> ? 1 : 2), ROWS, ds[0],
                     ds[1]);
+        if constexpr (SUMS) {
+          store(sums + i, load(sums + i) + dots);
+          store(sums + rows + i, load(sums + rows + i) + slopes);
+        }
       }
     }
     return sum(total);
   }
 
-  void unit(const Buffers& r, int64_t number, float* dq_all, double* d_offset) const {
+  void unit(const Buffers& r, int64_t number, float* dq_all, double* d_offset,
+            float* sums_all) const {
     int64_t split = number % splits, table = number / splits;
     int64_t b = table / p.key_heads, kv = table % p.key_heads;
     int64_t first = split * share, last = std::min(first + share, p.keys);
@@ -166,11 +180,13 @@ struct Backward {
       float* dq = dq_all + head * dq_size();
       memset(dq, 0, dq_size() * sizeof(float));
       d_offset[head] = 0;
+      float* sums = sums_all ? sums_all + head * 2 * rows : nullptr;
+      if (sums) memset(sums, 0, 2 * rows * sizeof(float));
       pack_rows(r, b, h);
       for (int64_t key = first; key < held; key += KEYS)
         d_offset[head] += panel(r, b, kv, h, key, std::min(KEYS, held - key), dq,
                                     r.dk + (key - first) * width,
-                                    r.dv + (key - first) * value_width);
+                                    r.dv + (key - first) * value_width, sums);
     }
     for (int64_t key = first; key < last; key++) {
       T* dk = at<T>(p.dk, p.dk_strides, b, kv, key);
@@ -182,7 +198,7 @@ struct Backward {
 
   // One panel of keys with all rows of a head that see any of them.
   double panel(const Buffers& r, int64_t b, int64_t kv, int64_t h, int64_t key, int64_t count,
-               float* dq, float* dk, float* dv) const {
+               float* dq, float* dk, float* dv, float* sums) const {
     pack_keys(r, b, kv, key, count);
     const W* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
     double d_offset = 0;
@@ -195,7 +211,9 @@ struct Backward {
       P::product(key_span, terms.span, value_width, r.values, value_width,
                  r.grad_flipped + row * value_width, r.slopes, ROWS, false, ROWS);
       d_offset += with_power(p.power, [&](auto power) {
-        return weigh<power>(r, b, key, key_span, row, score_offset_of(p, h), terms);
+        float offset = score_offset_of(p, h);
+        return sums ? weigh<power, true>(r, b, key, key_span, row, offset, terms, sums + row)
+                    : weigh<power, false>(r, b, key, key_span, row, offset, terms, nullptr);
       });
       P::product(key_span, value_width, terms.span, r.weights, ROWS, r.grad + row * value_width, dv,
                  value_width, true, value_width);
@@ -207,11 +225,20 @@ struct Backward {
     return d_offset;
   }
 
-  // Sums over the splits and stores the gradients of one head's queries and score offset.
-  void finish(float* dq, const double* d_offset, int64_t head) const {
+  // Sums over the splits and stores the gradients of one head's queries and score offset, and the
+  // sums of its rows.
+  void finish(float* dq, const double* d_offset, const float* sums, int64_t head) const {
     int64_t b = head / p.heads, h = head % p.heads;
     p.d_offset[head] = 0;
     for (int64_t s = 0; s < splits; s++) p.d_offset[head] += d_offset[s * heads() + head];
+    for (int64_t i = 0; sums && i < p.rows; i++) {
+      float dot = 0, slope = 0;
+      for (int64_t s = 0; s < splits; s++) {
+        const float* from = sums + (s * heads() + head) * 2 * rows + i;
+        dot += from[0], slope += from[rows];
+      }
+      p.row_dots[head * p.rows + i] = dot, p.slope_sums[head * p.rows + i] = slope;
+    }
     for (int64_t row = 0; row < rows; row += ROWS) {
       float* block = dq + head * dq_size() + row * width;
       for (int64_t s = 1; s < splits; s++) {
@@ -234,6 +261,7 @@ struct Backward {
     Memory memory(scratch);
     float* dq = dq_buffer(memory);
     double* d_offset = offset_buffer(memory);
+    float* sums = sums_buffer(memory);
     int64_t units = tables * splits, each = buffers_size(), used = memory.size;
     int threads = int(std::min(p.threads, units));
     std::atomic<int64_t> next{0};
@@ -242,10 +270,10 @@ struct Backward {
       typename P::Session session;
       Memory mine(scratch + used + omp_get_thread_num() * each);
       Buffers r = buffers(mine);
-      for (int64_t number; (number = next++) < units;) unit(r, number, dq, d_offset);
+      for (int64_t number; (number = next++) < units;) unit(r, number, dq, d_offset, sums);
 #pragma omp barrier
 #pragma omp for
-      for (int64_t head = 0; head < heads(); head++) finish(dq, d_offset, head);
+      for (int64_t head = 0; head < heads(); head++) finish(dq, d_offset, sums, head);
     }
     return spoilt;
   }

@@ -6,6 +6,7 @@ x = max(unit q.k + score_offset, 0).
 
 import ctypes
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from reluformer.ops.backends.cpu.tables import Gradients, Results, RowTerms
 _NO_WINDOW = 1 << 40
 
 # Addresses and strides of gradients, which a forward pass does not have.
-_NO_GRADIENTS = (0,) * 18
+_NO_GRADIENTS = (0,) * 20
 
 # Scratch memory that each thread keeps for small calls, whose time an allocation would dominate.
 _KEPT_BYTES = 1 << 18
@@ -45,10 +46,28 @@ def forward(
     return out, sums, None, factor, None, None, bool(is_spoilt)
 
 
+class RowTotals(NamedTuple):
+    """Sums over the keys of each row, [B, H, Tq], from weights that are not rounded."""
+
+    dots: Tensor
+    """Sum of weight times the product of value and output gradient."""
+    slopes: Tensor
+    """Sum of power x^(power - 1) over the positive x."""
+
+
 def backward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, threshold: Tensor | None, rows: RowTerms
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    threshold: Tensor | None,
+    rows: RowTerms,
+    totals: RowTotals | None = None,
 ) -> Gradients:
-    """Backward pass; the gradient of the score offset [B, H] is float64."""
+    """Backward pass; the gradient of the score offset [B, H] is float64.
+
+    `totals`, if it is not None, is filled.
+    """
     kernels = library.load()
     assert kernels is not None
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(rows.grad.to(q.dtype))
@@ -61,6 +80,7 @@ def backward(
         grad.data_ptr(), 0 if constant is None else constant.data_ptr(), d_offset.data_ptr(),
         dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         *grad.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        *((0, 0) if totals is None else (totals.dots.data_ptr(), totals.slopes.data_ptr())),
     )  # fmt: skip
     outputs = ((0, 0), (0, 0, 0), gradients)
     offset = score_offset(plan, q, threshold)

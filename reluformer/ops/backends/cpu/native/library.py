@@ -31,6 +31,7 @@ PROBLEM = struct.Struct(
     "2d"  # row_normalise, unit
     "6q"  # addresses: grad, constant, d_offset, dq, dk, dv
     "12q"  # strides of grad, dq, dk, dv
+    "2q"  # addresses: row_dots, slope_sums
 )
 """Layout of `Problem` in `problem.h`. A `ctypes.Structure` takes five times as long to fill."""
 

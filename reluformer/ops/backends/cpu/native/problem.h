@@ -27,6 +27,8 @@ struct Problem {
   double* d_offset;       // [B, H]: gradient of score_offset, the sum over all scores
   void *dq, *dk, *dv;
   int64_t grad_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
+  // [B, H, Tq] or null: for each row the sums of weight * grad.v and of power * x^(power - 1).
+  float *row_dots, *slope_sums;
 };
 
 inline int is_nonfinite(float x) { return !(std::fabs(x) <= std::numeric_limits<float>::max()); }
