@@ -19,10 +19,6 @@ from reluformer.shipped import (
     model_folder,
 )
 
-pytestmark = pytest.mark.skipif(
-    not (SHIPPED_FOLDER / "config.json").is_file(), reason="no shipped model"
-)
-
 
 def lines_of(name: str) -> list[str]:
     return (SHIPPED_FOLDER / name).read_text("utf-8").splitlines()

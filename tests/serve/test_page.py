@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from reluformer.shipped import SHIPPED_FOLDER
 from tests.serve.processes import Server, upper_case_server
 
 CHROMIUM = shutil.which("chromium")
@@ -223,7 +222,6 @@ def test_a_phone_has_no_horizontal_scroll(open_page) -> None:
     screenshot(page, "serve-phone")
 
 
-@pytest.mark.skipif(not (SHIPPED_FOLDER / "config.json").is_file(), reason="no shipped model")
 def test_the_demo_of_the_shipped_model_has_its_twin_beside(browser: Browser) -> None:
     server = Server("-m", "reluformer", "serve", "--port", 0)
     page = browser.new_page(viewport={"width": 1200, "height": 900})
