@@ -258,22 +258,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="training steps; by default those of the task")
     options = parser.parse_args(arguments)
+    machine = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": info(),
+    }
     rows: list[dict[str, Any]] = []
     for name in options.tasks:
         for seed in range(1, options.seeds + 1):
             for attention in ATTENTIONS:
                 task = TASKS[name]
-                result = train(task, attention, seed, options.steps or task.steps)
-                rows.append({"task": name, "attention": attention, "seed": seed, **result})
+                row = train(task, attention, seed, options.steps or task.steps)
+                rows.append({"task": name, "attention": attention, "seed": seed, **row})
                 print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "machine": info(),
-        "rows": rows,
-        "means": summary(rows),
-    }
-    write_text(options.out, json.dumps(result, indent=1))
+            # After every pair: a run of many minutes may be interrupted.
+            result = {**machine, "rows": rows, "means": summary(rows)}
+            write_text(options.out, json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
