@@ -20,6 +20,8 @@ struct Backward {
   int64_t width = up_to(p.width, P::UNIT), value_width = up_to(p.value_width, P::UNIT);
   int64_t groups = p.heads / p.key_heads, tables = p.batch * p.key_heads;
   int64_t rows = up_to(p.rows, ROWS), splits, share;
+  // Rows of a block of the gradient of q.
+  int64_t dq_rows = std::min(ROWS, up_to(p.rows, P::UNIT));
   // Whether a gradient of q is NaN or infinite, which a hidden key may have caused.
   mutable std::atomic<int64_t> spoilt{0};
 
@@ -65,8 +67,8 @@ struct Backward {
     return counted.size;
   }
 
-  // Gradients of q, [splits, B, H] tables of blocks [width, ROWS], and of the score offset.
-  int64_t dq_size() const { return rows * width; }
+  // Gradients of q, [splits, B, H] tables of blocks [width, dq_rows], and of the score offset.
+  int64_t dq_size() const { return up_to(p.rows, dq_rows) * width; }
   int64_t heads() const { return p.batch * p.heads; }
   float* dq_buffer(Memory& memory) const { return memory.take<float>(splits * heads() * dq_size()); }
   double* offset_buffer(Memory& memory) const {
@@ -114,10 +116,11 @@ struct Backward {
   // factor * grad.v + constant. A factor on rounded gradients would round them again.
   struct RowTerms {
     float factor[ROWS] = {}, constant[ROWS] = {};
-    int64_t count, span;
+    int64_t count, span, depth;
 
     RowTerms(const Problem& p, int64_t b, int64_t h, int64_t row)
-        : count(std::min(ROWS, p.rows - row)), span(up_to(count, P::UNIT)) {
+        : count(std::min(ROWS, p.rows - row)), span(up_to(count, P::UNIT)),
+          depth(up_to(count, P::EDGE)) {
       for (int64_t i = 0; i < count; i++) factor[i] = factor_of(p, b, h, row + i);
       if (p.constant)
         memcpy(constant, p.constant + (b * p.heads + h) * p.rows + row, count * sizeof(float));
@@ -173,8 +176,9 @@ struct Backward {
     int64_t b = table / p.key_heads, kv = table % p.key_heads;
     int64_t first = split * share, last = std::min(first + share, p.keys);
     int64_t held = std::min(last, keys_held(p, b));
-    memset(r.dk, 0, share * width * sizeof(float));
-    memset(r.dv, 0, share * value_width * sizeof(float));
+    int64_t held_span = up_to(std::max<int64_t>(last - first, 0), P::EDGE);
+    memset(r.dk, 0, held_span * width * sizeof(float));
+    memset(r.dv, 0, held_span * value_width * sizeof(float));
     for (int64_t h = kv * groups; h < (kv + 1) * groups; h++) {
       int64_t head = (split * p.batch + b) * p.heads + h;
       float* dq = dq_all + head * dq_size();
@@ -203,7 +207,7 @@ struct Backward {
     const W* flipped = P::unpack_transpose(r.keys_flipped, r.keys_packed, KEYS, width);
     double d_offset = 0;
     int64_t from = rows_of(p, b, key).from, to = rows_of(p, b, key + count - 1).to;
-    int64_t key_span = up_to(count, P::UNIT);
+    int64_t key_span = up_to(count, P::EDGE);
     for (int64_t row = from / ROWS * ROWS; row < to; row += ROWS) {
       RowTerms terms(p, b, h, row);
       P::product(key_span, terms.span, width, r.keys, width, r.q_flipped + row * width, r.scores,
@@ -215,12 +219,12 @@ struct Backward {
         return sums ? weigh<power, true>(r, b, key, key_span, row, offset, terms, sums + row)
                     : weigh<power, false>(r, b, key, key_span, row, offset, terms, nullptr);
       });
-      P::product(key_span, value_width, terms.span, r.weights, ROWS, r.grad + row * value_width, dv,
+      P::product(key_span, value_width, terms.depth, r.weights, ROWS, r.grad + row * value_width, dv,
                  value_width, true, value_width);
-      P::product(key_span, width, terms.span, r.left, ROWS, r.q + row * width, dk, width, true,
+      P::product(key_span, width, terms.depth, r.left, ROWS, r.q + row * width, dk, width, true,
                  width);
-      P::product(width, terms.span, key_span, flipped, KEYS, r.right, dq + row * width, ROWS, true,
-                 ROWS);
+      P::product(width, terms.span, key_span, flipped, KEYS, r.right, dq + row * width, dq_rows,
+                 true, ROWS);
     }
     return d_offset;
   }
@@ -239,18 +243,18 @@ struct Backward {
       }
       p.row_dots[head * p.rows + i] = dot, p.slope_sums[head * p.rows + i] = slope;
     }
-    for (int64_t row = 0; row < rows; row += ROWS) {
+    for (int64_t row = 0; row < p.rows; row += ROWS) {
       float* block = dq + head * dq_size() + row * width;
       for (int64_t s = 1; s < splits; s++) {
         const float* more = block + s * heads() * dq_size();
-        for (int64_t e = 0; e < ROWS * width; e++) block[e] += more[e];
+        for (int64_t e = 0; e < dq_rows * width; e++) block[e] += more[e];
       }
       for (int64_t i = 0; i < std::min(ROWS, p.rows - row); i++) {
         T* to = at<T>(p.dq, p.dq_strides, b, h, row + i);
         int bad = 0;
         for (int64_t e = 0; e < p.width; e++) {
-          bad |= is_nonfinite(block[e * ROWS + i]);
-          to[e] = narrow<T>(block[e * ROWS + i]);
+          bad |= is_nonfinite(block[e * dq_rows + i]);
+          to[e] = narrow<T>(block[e * dq_rows + i]);
         }
         if (bad) spoilt = 1;
       }

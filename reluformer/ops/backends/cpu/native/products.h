@@ -137,6 +137,8 @@ struct Products<float> {
   // Elements of the packed tables.
   using Word = float;
   static constexpr int64_t UNIT = LANES;
+  // M and K of a product, which may be smaller than the packed sizes, are multiples of this.
+  static constexpr int64_t EDGE = 2;
   // Rows of a product, in whose registers its results can be used.
   static constexpr int64_t HEIGHT = TALL;
   static constexpr bool IN_REGISTERS = true;

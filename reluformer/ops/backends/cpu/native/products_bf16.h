@@ -68,7 +68,7 @@ struct PairTables {
 #if defined(HAVE_AMX)
 template <>
 struct Products<bf16> : PairTables {
-  static constexpr int64_t UNIT = 32, HEIGHT = 32;
+  static constexpr int64_t UNIT = 32, HEIGHT = 32, EDGE = 32;
   static constexpr bool IN_REGISTERS = false;
   static constexpr int64_t KEYS = 128, ROWS = 64, BACK_KEYS = 64, BACK_ROWS = 128;
 
@@ -131,7 +131,7 @@ struct Products<bf16> : PairTables {
 #elif defined(__AVX512BF16__)
 template <>
 struct Products<bf16> : PairTables {
-  static constexpr int64_t UNIT = LANES, HEIGHT = TALL;
+  static constexpr int64_t UNIT = LANES, HEIGHT = TALL, EDGE = 2;
   static constexpr bool IN_REGISTERS = true;
   static constexpr int64_t KEYS = 64, ROWS = 48, BACK_KEYS = 48, BACK_ROWS = 64;
 
