@@ -79,7 +79,8 @@ def _zeros(maps: AttentionMaps, site: str) -> float:
     visible = torch.ones(weights.shape[-2:], dtype=torch.bool)
     visible = visible.tril() if site == "decoder" else visible
     pairs = int(visible.sum()) * weights.shape[0] * weights.shape[1]
-    return int(((weights == 0) & visible).sum()) / pairs
+    zeros = int(((weights == 0) & visible).sum())
+    return float(zeros / pairs)
 
 
 def _show_speed(

@@ -37,20 +37,21 @@ def serve(
     logging.getLogger("reluformer").setLevel(logging.ERROR)
     listener = _listen(host, port)
     address, port = listener.getsockname()[:2]
-    started(f"http://{f'[{address}]' if ':' in address else address}:{port}")
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_level="error",
-        limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=_GRACE,
-        timeout_keep_alive=5,
-        h11_max_incomplete_event_size=2**15,
-        http="h11",
-        ws="none",
-        server_header=False,
-    )
     try:
+        # From here on, an interruption is the way to stop the server.
+        started(f"http://{f'[{address}]' if ':' in address else address}:{port}")
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_level="error",
+            limit_concurrency=limits.connections,
+            timeout_graceful_shutdown=_GRACE,
+            timeout_keep_alive=5,
+            h11_max_incomplete_event_size=2**15,
+            http="h11",
+            ws="none",
+            server_header=False,
+        )
         uvicorn.Server(config).run(sockets=[listener])
     except KeyboardInterrupt:
         print("reluformer: stopped", file=sys.stderr)

@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from reluformer.errors import UserError
+from reluformer.serve import run
 from reluformer.serve.limits import Limits
 from reluformer.serve.metrics import Metrics
 from reluformer.serve.service import Demo, Service
@@ -341,3 +342,15 @@ def test_languages_are_codes(folder: Path, code: str) -> None:
     for languages in ({"source": code}, {"target": code}):
         with pytest.raises(UserError, match="must be a code such as en or pt-BR, got"):
             Service(translator, "tiny", Metrics(), **languages)
+
+
+def test_an_interruption_before_the_first_request_stops_the_server(
+    make_app, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.uvicorn, "Config", interrupt)
+    addresses: list[str] = []
+    run.serve(make_app(), "127.0.0.1", 0, Limits(), addresses.append)
+    assert len(addresses) == 1 and capsys.readouterr().err == "reluformer: stopped\n"
