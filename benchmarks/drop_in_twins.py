@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="training steps; by default those of the task")
     options = parser.parse_args(arguments)
     machine = {
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     rows: list[dict[str, Any]] = []
     for name in options.tasks:
-        for seed in range(1, options.seeds + 1):
+        for seed in options.seeds:
             for attention in ATTENTIONS:
                 task = TASKS[name]
                 row = train(task, attention, seed, options.steps or task.steps)
