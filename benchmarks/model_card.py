@@ -8,7 +8,7 @@
 The native decoder translates the published test documents (`test`) and whole debates
 (`test.long`) with the recommended search, sentences of a document together, and `test` once more
 sentence by sentence. `--float32` and `--softmax` add the model before quantisation and the softmax
-twin, which are not shipped; every system is compared with the shipped model by paired bootstrap.
+twin on `test`, which are not shipped, and compare them with the shipped model by paired bootstrap.
 `--other` adds sentences from elsewhere, which are translated one by one.
 
 `--check` exits with 1 unless every score of the shipped model equals the committed one to the last
@@ -51,6 +51,10 @@ class TestSet(NamedTuple):
     has_documents: bool = True
     is_together: bool = True
     """Whether the sentences of a document are translated together."""
+    max_length: int | None = None
+    """Most tokens that are translated together; None is the trained length."""
+    is_compared: bool = False
+    """Whether float32 and the softmax twin are translated and scored, too."""
 
 
 def europarl(data: Path) -> list[TestSet]:
@@ -60,7 +64,7 @@ def europarl(data: Path) -> list[TestSet]:
         for split in ("test", "test.long")
     )
     return [
-        TestSet("test", *test),
+        TestSet("test", *test, is_compared=True),
         TestSet("test, single sentences", *test, is_together=False),
         TestSet("whole debates", *long),
     ]
@@ -77,7 +81,7 @@ class SystemSpec(NamedTuple):
 
 
 def translate(
-    system: SystemSpec, sources: Documents, is_together: bool
+    system: SystemSpec, test: TestSet, sources: Documents
 ) -> tuple[Documents, dict[str, Any]]:
     """Translations by document, and their cost."""
     translator = Translator.load(
@@ -85,11 +89,12 @@ def translate(
         device="cpu",
         decoder="native",
         precision=system.precision,
+        max_length=test.max_length,
         **({} if system.penalty is None else {"length_penalty": system.penalty}),
     )
     lines = [line for document in sources for line in (*document, "")]
     began = time.perf_counter(), time.process_time()
-    rest = iter(translator.lines(lines, together=is_together))
+    rest = iter(translator.lines(lines, together=test.is_together))
     seconds, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
     translations = [[next(rest) for _ in (*document, "")][:-1] for document in sources]
     encode = translator.tokenizer.encode_batch
@@ -113,7 +118,7 @@ def translate_once(
     if file is not None and file.is_file():
         stored = json.loads(file.read_text("utf-8"))
         return stored["translations"], stored["cost"]
-    translations, cost = translate(system, sources, test.is_together)
+    translations, cost = translate(system, test, sources)
     print(f"{test.name}: {system.name} took {cost['seconds']} s", file=sys.stderr, flush=True)
     if file is not None:
         write_json(file, {"translations": translations, "cost": cost})
@@ -183,8 +188,7 @@ def measure(
     stored = read_run(systems[0].folder)
     sets = []
     for test in tests:
-        # Other systems are compared on documents only.
-        sets.append(score(test, systems if test.is_together else systems[:1], kept))
+        sets.append(score(test, systems if test.is_compared else systems[:1], kept))
         _show(sets[-1])
     return {
         "format": "reluformer model card 1",

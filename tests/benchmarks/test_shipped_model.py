@@ -40,6 +40,10 @@ def test_scores_are_reproduced_to_the_last_digit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, out = prepared(tmp_path / "data"), tmp_path / "result.json"
+    europarl = model_card.europarl(data)
+    # The tiny model was trained on shorter texts.
+    short = [test._replace(max_length=test.max_length and 32) for test in europarl]
+    monkeypatch.setattr(model_card, "europarl", lambda data: short)
     call = ["model_card", "--data", str(data), "--model", str(folder)]
     twin = ["--float32", str(tmp_path / "float32"), "--softmax", str(tmp_path / "float32")]
     other = ["--other", "mine", *(str(data / f"test.{side}.txt") for side in ("source", "target"))]
@@ -49,9 +53,9 @@ def test_scores_are_reproduced_to_the_last_digit(
     written = json.loads(out.read_text())
     names = [system["name"] for system in written["sets"][0]["systems"]]
     assert names == ["shipped int8", "float32", "softmax float32"]
-    assert len(list((tmp_path / "kept").iterdir())) == 8
+    assert len(list((tmp_path / "kept").iterdir())) == 6
     assert [test["documents"] for test in written["sets"]] == [2, 2, 2, None]
-    assert {row["label"] for row in written["sets"][2]["comparisons"]} >= {"BLEU", "d-BLEU"}
+    assert {row["label"] for row in written["sets"][0]["comparisons"]} >= {"BLEU", "d-BLEU"}
     monkeypatch.setattr(model_card, "RESULTS", out)
     monkeypatch.setattr("sys.argv", [*call, "--check"])
     model_card.main()
