@@ -6,6 +6,7 @@ take turns, and the shortest time of each counts, because other processes only a
 
     pip install ctranslate2 transformers
     python -m benchmarks.ctranslate2 --json > result.json     # about 10 minutes
+    python -m benchmarks.ctranslate2 --memory                 # only peak memory, in a minute
     python -m benchmarks.ctranslate2 --quick                  # a tiny model, to test the benchmark
 
 Nothing is timed unless both decode the same tokens in float32. `ceiling` is the time to read the
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--transformers", action="store_true", help="also time generate")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory only")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     shape = Shape(arguments.vocabulary, 512, arguments.heads, 6, arguments.slots)
@@ -257,7 +259,7 @@ def main() -> None:
         for precision in arguments.precision:
             convert(model, folder / precision, COMPUTE_TYPES[precision][0])
         rows = []
-        for case in cases(arguments):
+        for case in () if arguments.memory else cases(arguments):
             rows.append(measure(shape, case, folder, arguments))
             print(rows[-1], file=sys.stderr, flush=True)
         memory = measure_memory(model, folder, arguments.precision)
