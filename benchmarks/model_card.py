@@ -65,6 +65,7 @@ def europarl(data: Path) -> list[TestSet]:
     )
     return [
         TestSet("test", *test, is_compared=True),
+        TestSet("test, up to 128 tokens", *test, max_length=128, is_compared=True),
         TestSet("test, single sentences", *test, is_together=False),
         TestSet("whole debates", *long),
     ]
