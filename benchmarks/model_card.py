@@ -52,7 +52,7 @@ class TestSet(NamedTuple):
     is_together: bool = True
     """Whether the sentences of a document are translated together."""
     max_length: int | None = None
-    """Most tokens that are translated together; None is the trained length."""
+    """Most tokens that are translated together; None is the model's default."""
     is_compared: bool = False
     """Whether float32 and the softmax twin are translated and scored, too."""
 
@@ -64,10 +64,11 @@ def europarl(data: Path) -> list[TestSet]:
         for split in ("test", "test.long")
     )
     return [
-        TestSet("test", *test, is_compared=True),
+        TestSet("test", *test, max_length=512, is_compared=True),
         TestSet("test, up to 128 tokens", *test, max_length=128, is_compared=True),
         TestSet("test, single sentences", *test, is_together=False),
-        TestSet("whole debates", *long),
+        TestSet("whole debates", *long, max_length=512),
+        TestSet("whole debates, up to 128 tokens", *long, max_length=128),
     ]
 
 
@@ -85,13 +86,13 @@ def translate(
     system: SystemSpec, test: TestSet, sources: Documents
 ) -> tuple[Documents, dict[str, Any]]:
     """Translations by document, and their cost."""
+    settings = {"max_length": test.max_length, "length_penalty": system.penalty}
     translator = Translator.load(
         system.folder,
         device="cpu",
         decoder="native",
         precision=system.precision,
-        max_length=test.max_length,
-        **({} if system.penalty is None else {"length_penalty": system.penalty}),
+        **{name: value for name, value in settings.items() if value is not None},
     )
     lines = [line for document in sources for line in (*document, "")]
     began = time.perf_counter(), time.process_time()

@@ -72,7 +72,8 @@ def translate(
     max_length: Annotated[
         int | None,
         typer.Option(
-            help="Longest source text in tokens; longer ones are split. Default: as trained."
+            help="Longest source text in tokens; longer ones are split. "
+            "Default: as in the recipe, otherwise as trained."
         ),
     ] = None,
     batch_tokens: Annotated[
@@ -104,7 +105,11 @@ def translate(
     from reluformer.translation.workers import join_workers
 
     check_outputs([output, maps], [input_])
-    search: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
+    search: dict[str, Any] = {
+        "beam": beam,
+        "length_penalty": length_penalty,
+        "max_length": max_length,
+    }
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if sample:
         search |= {"method": "sample", **sampling}
@@ -127,7 +132,6 @@ def translate(
             device=device,
             precision=precision,
             decoder=decoder,
-            max_length=max_length,
             batch_tokens=batch_tokens,
             **{name: value for name, value in search.items() if value is not None},
         )

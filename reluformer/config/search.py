@@ -27,6 +27,8 @@ class SearchConfig:
     """See `max_extra`."""
     max_extra: int = 20
     """A translation has at most max_ratio * source tokens + max_extra tokens."""
+    max_length: int | None = None
+    """Length in ids of the longest text that is translated at once; None: as in training."""
     temperature: float = 1.0
     """Logits are divided by this before sampling; lower values favour likely tokens."""
     top_k: int | None = None
@@ -39,6 +41,7 @@ class SearchConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(1, self, "beam", "max_extra", "top_k")
+        check_at_least(2, self, "max_length")
         check_at_least(0, self, "max_ratio", "seed")
         # Logits divided by less overflow.
         if self.temperature < LEAST_TEMPERATURE:

@@ -49,7 +49,6 @@ class Translator:
         trained_length: int,
         documents: bool = True,
         config: SearchConfig | None = None,
-        max_length: int | None = None,
         batch_tokens: int | None = None,
     ) -> None:
         """Wrap a trained model.
@@ -61,8 +60,6 @@ class Translator:
             trained_length: Length in ids of the longest training example.
             documents: Whether training examples had several sentences.
             config: Settings of the search.
-            max_length: Length in ids of the longest text that is translated at once; default
-                `trained_length`.
             batch_tokens: Source tokens of a batch, padding included; default: by device.
         """
         self.engine: Engine = TorchEngine(model) if isinstance(model, ReLUFormer) else model
@@ -71,9 +68,8 @@ class Translator:
         self.documents = documents
         self.config = SearchConfig() if config is None else config
         self.trained_length = trained_length
-        self.max_length = trained_length if max_length is None else max_length
-        if self.max_length < 2:
-            raise UserError(f"max_length must be at least 2, got {max_length}")
+        longest = self.config.max_length
+        self.max_length = trained_length if longest is None else longest
         if self.max_length > trained_length:
             log.warning(
                 "max_length is %d, but the model was trained on at most %d ids: translations of "
@@ -97,7 +93,6 @@ class Translator:
         device: str | None = None,
         precision: Precision | None = None,
         decoder: DecoderName = "auto",
-        max_length: int | None = None,
         batch_tokens: int | None = None,
         **search: Any,
     ) -> "Translator":
@@ -110,7 +105,6 @@ class Translator:
                 native decoder; default: bfloat16 on a GPU, as stored on a CPU.
             decoder: `"native"` is the C++ library on a CPU, `"torch"` the model in torch; `"auto"`
                 is the native one where it is built and supports the model.
-            max_length: As in `Translator`.
             batch_tokens: As in `Translator`.
             **search: Fields of `SearchConfig`; they override the recipe's.
 
@@ -125,14 +119,15 @@ class Translator:
                 )
         path = shipped_model() if path is None else path
         engine, tokenizer, recipe = load_engine(path, device, precision, decoder)
-        defaults = {"beam": recipe.decode.beam, "length_penalty": recipe.decode.length_penalty}
+        defaults = {
+            name: getattr(recipe.decode, name) for name in ("beam", "length_penalty", "max_length")
+        }
         return cls(
             engine,
             tokenizer,
             trained_length=recipe.data.max_length,
             documents=recipe.data.unit == "document",
             config=SearchConfig(**{**defaults, **search}),
-            max_length=max_length,
             batch_tokens=batch_tokens,
         )
 

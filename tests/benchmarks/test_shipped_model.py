@@ -53,8 +53,8 @@ def test_scores_are_reproduced_to_the_last_digit(
     written = json.loads(out.read_text())
     names = [system["name"] for system in written["sets"][0]["systems"]]
     assert names == ["shipped int8", "float32", "softmax float32"]
-    assert len(list((tmp_path / "kept").iterdir())) == 9
-    assert [test["documents"] for test in written["sets"]] == [2, 2, 2, 2, None]
+    assert len(list((tmp_path / "kept").iterdir())) == 10
+    assert [test["documents"] for test in written["sets"]] == [2, 2, 2, 2, 2, None]
     assert {row["label"] for row in written["sets"][0]["comparisons"]} >= {"BLEU", "d-BLEU"}
     monkeypatch.setattr(model_card, "RESULTS", out)
     monkeypatch.setattr("sys.argv", [*call, "--check"])

@@ -3,6 +3,7 @@
 import io
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,10 @@ def test_a_translation_of_maximum_length_is_reported(
 def test_a_length_beyond_training_is_reported(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(tokenizer, max_length=64)
+    make(tokenizer, SearchConfig(max_length=64))
     assert "trained on at most 32" in caplog.text
     with pytest.raises(UserError, match="max_length"):
-        make(tokenizer, max_length=1)
+        SearchConfig(max_length=1)
 
 
 def test_invalid_settings_are_refused(tokenizer: Tokenizer) -> None:
@@ -264,7 +265,7 @@ def test_the_warning_about_long_lines_counts_the_lines_of_the_input(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = LineReader(io.BytesIO(b"the cat sat on the mat " * 8 + b"\n"), "input")
-    translate_stream(make(tokenizer, max_length=16), source, io.BytesIO())
+    translate_stream(make(tokenizer, replace(SHORT, max_length=16)), source, io.BytesIO())
     assert "1 of 1 line(s) have more than 15 tokens" in caplog.text
 
 
