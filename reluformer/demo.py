@@ -40,11 +40,12 @@ def demo(folder: Path) -> None:
     seconds = time.perf_counter() - start
     for sentence in sentences:
         print(f"\n   English  {sentence.source}\n   German   {sentence.target}")
-    print("\n2. Scores on a second document, which was translated by hand.")
-    _show_scores(translator, folder)
-    print("\n3. Zeros and speed on the first document.")
+    # Before anything else is translated, because the engine counts skipped slots of all texts.
+    print("\n2. Zeros and speed on the first document.")
     _show_zeros(translator, sentences)
     _show_speed(translator, sentences, seconds)
+    print("\n3. Scores on a second document, which was translated by hand.")
+    _show_scores(translator, folder)
     print("\n4. To translate your own text, and to see what each word reads:")
     print('   echo "We need a common answer." | reluformer translate')
     print("   reluformer serve      then open http://127.0.0.1:5000 in a browser")

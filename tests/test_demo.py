@@ -23,7 +23,7 @@ def test_the_demonstration_translates_scores_and_counts(
         assert part in out
     assert out.count("German  ") == 3
     shares = [
-        int(word.strip(",.").rstrip("%")) for word in out.split() if word.strip(",.")[-1:] == "%"
+        int(word.strip(",.;").rstrip("%")) for word in out.split() if word.strip(",.;")[-1:] == "%"
     ]
     # A random ReLU model without threshold has zeros in every attention.
     assert all(0 < share < 100 for share in shares[:3])
