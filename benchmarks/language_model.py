@@ -67,8 +67,10 @@ class Size(NamedTuple):
 TINY = Size(2, 64, 2, 128, 16_000, 64, 4, 12)
 
 
-def build(size: Size, attention: str, length: int | None = None) -> nn.Module:
-    """The model with random weights; `attention` is the only difference between two models."""
+def build(
+    size: Size, attention: str, length: int | None = None, options: dict[str, Any] | None = None
+) -> nn.Module:
+    """The model with random weights; the attention is the only difference between two models."""
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.width,
@@ -81,6 +83,7 @@ def build(size: Size, attention: str, length: int | None = None) -> nn.Module:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **({"attention_options": options} if options else {}),
     )
     torch.manual_seed(0)
     model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -135,13 +138,15 @@ class _DevLoss(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
         summary = summarise(records)
         point = {"step": step, "dev_loss": total / count}
         self.points.append(point if summary is None else {**point, **summary._asdict()})
+        print(json.dumps(self.points[-1]), flush=True)
         model.train()
 
 
 def train(size: Size, attention: str, data: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train one model and return its curve, dev losses and speed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(size, attention)
+    chosen = {} if options.power is None else {"power": options.power}
+    model = build(size, attention, options=chosen)
     if options.compile:
         compile_layers(model)
     windows, dev = (
@@ -183,6 +188,7 @@ def train(size: Size, attention: str, data: Path, options: argparse.Namespace) -
     tokens = size.steps * size.batch * size.length
     return {
         "attention": attention,
+        "options": chosen,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens": tokens,
         "text_tokens": len(windows) * size.length,
@@ -328,6 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["train", "speed"])
     parser.add_argument("--data", type=Path, help="folder of benchmarks.language_model_data")
+    parser.add_argument("--power", type=int, help="power of the attention, if not its default")
     parser.add_argument("--attention", default=RECOMMENDED)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
