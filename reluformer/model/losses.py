@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from reluformer.model.records import AttentionRecord
 from reluformer.ops import RowSums
+from reluformer.ops.stats import has_weight
 
 MARGIN = 0.7
 """Factor of C = 0.7 ln n, the entropy above which a row is penalised (Shen et al. 2023, Eq. 7)."""
@@ -143,8 +144,8 @@ def _sums_over_rows(records: Sequence[AttentionRecord], margin: float) -> tuple[
     visible = _stacked([record.stats.visible for record in records], row_sum)
     valid = _stacked([record.valid for record in records], row_sum)
     seen = valid & (visible > 0)
-    live = seen & (row_sum > 0)
-    # Dead rows are excluded: their logarithm is infinite and their gradient is zero.
+    live = seen & has_weight(row_sum)
+    # Dead rows are excluded: their logarithm or its gradient is infinite.
     distance = _distance_from_one(torch.where(live, row_sum, 1.0)).sum((1, 2, 3))
     counts = torch.stack([live, seen]).sum((2, 3, 4))
     entropies = [rows for record in records if (rows := record.stats.entropy) is not None]

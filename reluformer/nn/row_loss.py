@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reluformer.ops.stats import has_weight
+
 ENTROPY_MARGIN = 0.7
 """Entropies up to this factor times ln n have no loss (Shen et al. 2023, Eq. 7)."""
 
@@ -18,7 +20,7 @@ def row_sum_gradient(row_sum: Tensor, valid: Tensor | None) -> Tensor:
     """Gradient with respect to `row_sum` of the mean of |ln row_sum| over live rows.
 
     Args:
-        row_sum: Sums of the unnormalised weights, [B, H, Tq]. A live row has a sum above 0.
+        row_sum: Sums of the unnormalised weights, [B, H, Tq]. Live rows are those of `has_weight`.
         valid: Rows that count, bool, broadcastable to `row_sum`; None for all.
 
     Returns:
@@ -55,7 +57,7 @@ def add_gradient(output: Tensor, statistic: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _live(row_sum: Tensor, valid: Tensor | None) -> Tensor:
-    live = row_sum > 0
+    live = has_weight(row_sum)
     return live if valid is None else live & valid
 
 

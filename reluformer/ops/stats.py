@@ -120,11 +120,20 @@ def sum_of_w_log_w(weights: Tensor) -> Tensor:
     return (weights * logs).sum(dim=-1)
 
 
+def has_weight(row_sum: Tensor) -> Tensor:
+    """Bool of the shape of `row_sum`: rows whose sum is so far above 0 that 1 / sum is finite.
+
+    A sum that underflows almost to 0 is common at power 8, where a single visible key with a score
+    just above the threshold has a weight of 1e-40.
+    """
+    return row_sum > 1e6 * torch.finfo(row_sum.dtype).tiny
+
+
 def entropy_from_sums(row_sum: Tensor, log_sum: Tensor) -> Tensor:
     """Entropy of w / sum(w) from sum(w) and sum(w ln w): ln S - (sum w ln w) / S; 0 where S = 0.
 
     A row of underflowing weights counts as a row without weight, because 1/S would overflow.
     """
-    live = row_sum > 1e6 * torch.finfo(row_sum.dtype).tiny
+    live = has_weight(row_sum)
     total = torch.where(live, row_sum, 1.0)
     return torch.where(live, total.log() - log_sum / total, 0.0)

@@ -91,6 +91,18 @@ def test_losses_of_parts_add_up_to_the_whole() -> None:
         torch.testing.assert_close(total, getattr(expected, field))
 
 
+def test_row_sums_that_underflow_leave_gradients_finite() -> None:
+    row_sum = torch.tensor([1e-44, 1e-39, 0.5]).view(1, 1, 3).requires_grad_()
+    sums = RowSums(row_sum, None, torch.ones(1, 1, 3))
+    losses = attention_losses(
+        [AttentionRecord("decoder", 0, sums, torch.ones(1, 1, 3).bool(), None)]
+    )
+    losses.normalisation.backward()
+    assert row_sum.grad is not None
+    torch.testing.assert_close(row_sum.grad, torch.tensor([[[0.0, 0.0, -2.0]]]))
+    assert losses.dead_rows == pytest.approx(2 / 3)
+
+
 def test_normalisation_pulls_row_sums_to_one() -> None:
     q = torch.randn(2, 2, 6, 8, requires_grad=True)
     k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)

@@ -120,6 +120,23 @@ def test_gradients_match_finite_differences_of_output_and_loss() -> None:
     assert torch.autograd.gradcheck(Explicit.apply, leaves)
 
 
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("above", [1e-3, 1e-4, 2e-5])
+def test_a_row_sum_that_underflows_leaves_gradients_finite(above: float, impl: str) -> None:
+    # One visible key, its score just above the threshold -8: the weight is about above^8 / 8^8.
+    q = torch.tensor([4.0, 4 * above]).repeat(8).view(1, 1, 1, 16) / 8
+    k = torch.tensor([-8.0, 1.0]).repeat(8).view(1, 1, 1, 16)
+    q.requires_grad_()
+    core = AttentionCore(1, 16, options={"power": 8, "impl": impl})
+    output, _ = core(q, k, torch.ones(1, 1, 1, 16))
+    output.sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+    offset = core.threshold_offset.grad
+    assert offset.isfinite().all()
+    # The gradient of the loss, 8 / above, is there as long as 1 / row_sum is finite.
+    assert (offset.abs() > 1) == (above == 1e-3)
+
+
 @pytest.mark.parametrize("how", ["eval", "no_grad", "zero"])
 def test_no_loss_outside_training(how: str) -> None:
     q, k, v = make(requires_grad=True)
