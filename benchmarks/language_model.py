@@ -39,6 +39,7 @@ from transformers import (
 import reluformer.hf
 from benchmarks.language_model_data import Ids, read_ids
 from reluformer.console import guarded
+from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.hf.layers import ATTRIBUTE, layer_attentions
 from reluformer.hf.masks import attention_mask
@@ -116,6 +117,11 @@ class _DevLoss(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self.evaluate(kwargs["model"], state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop at a loss that is not finite; the weights are lost by then."""
+        if not math.isfinite(float(kwargs["logs"].get("loss", 0.0))):
+            raise UserError(f"the training diverged before step {state.global_step}")
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, step: int) -> None:
@@ -361,7 +367,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "train":
         result |= train(size, options.attention, options.data, options)
         final = result["dev"][-1]["dev_loss"]
-        assert math.isfinite(final), final
         print(
             f"{options.attention}: dev loss {final:.4f}, {result['tokens_per_second']:,.0f} tok/s"
         )
