@@ -53,8 +53,9 @@ class Outcome:
     reason: str = ""
     """Why the cell diverged."""
     seconds: float = 0.0
+    """Wall-clock time of the cell."""
     device_seconds: float = 0.0
-    """Seconds divided among the cells that shared the device."""
+    """Seconds divided among the cells that shared the device; 0 if the runner was killed."""
 
     @property
     def finished(self) -> bool:

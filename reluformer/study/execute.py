@@ -6,7 +6,8 @@ with status 0; every other error exits with another status and is tried again at
 
 import json
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -77,7 +78,12 @@ class Job(NamedTuple):
 
 
 def execute(job: Job) -> Outcome:
-    """Do a cell's work and write its outcome."""
+    """Do a cell's work and write its outcome with the seconds of this process.
+
+    The runner adds the seconds of earlier starts and the share of the device when all cells have
+    ended. A runner that is killed before that leaves the seconds written here.
+    """
+    begin = time.monotonic()
     work = {
         "train": _train,
         "theory": _theory,
@@ -97,6 +103,7 @@ def execute(job: Job) -> Outcome:
             {**_described(job), "curve": _curve(job.folder)},
             reason=str(error),
         )
+    outcome = replace(outcome, seconds=round(time.monotonic() - begin, 1))
     outcome.save(job.folder)
     return outcome
 

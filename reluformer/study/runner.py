@@ -102,8 +102,10 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
         ready = _ready(run, [c for c in cells if c.name not in outcomes], outcomes)
         if not ready:
             break
-        queue.run({cell.name: _command(run, cell) for cell in ready})
-        _add_clocks(run)
+        try:
+            queue.run({cell.name: _command(run, cell) for cell in ready})
+        finally:
+            _add_clocks(run)
     record = _conclude(run)
     record.save(options.root / f"{study.name}{SUFFIX}")
     if study.mapped:
