@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ctranslate2_model import convert, to_text
+from benchmarks.ctranslate2_model import NEVER_DECODED, convert, to_ids, to_text
 from benchmarks.translate_cpu import Shape, marian, our_model, sources_of
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import save_int8, save_pretrained
@@ -90,9 +90,9 @@ def ctranslate2_run(folder: Path, precision: str, threads: int) -> Run:
             max_input_length=0,
             length_penalty=1.0,
             return_scores=True,
-            suppress_sequences=[["<pad>"], ["<s>"]],
+            suppress_sequences=NEVER_DECODED,
         )
-        return [[int(token[1:]) for token in each.hypotheses[0]] for each in results]
+        return [to_ids(each.hypotheses[0]) for each in results]
 
     return run
 

@@ -16,11 +16,19 @@ from reluformer.model import ReLUFormer
 from reluformer.model.positions import sinusoids
 
 MAX_POSITIONS = 4096
+SPECIALS = ["<pad>", "<s>", "</s>"]
+NEVER_DECODED = [["<pad>"], ["<s>"]]
+"""Sequences that CTranslate2 must suppress, as the searches of this package do."""
 
 
 def to_text(sources: Sequence[Sequence[int]]) -> list[list[str]]:
     """Ids as the tokens of a converted model."""
     return [[f"t{token}" for token in source] for source in sources]
+
+
+def to_ids(tokens: Sequence[str]) -> list[int]:
+    """Ids of the tokens of a converted model."""
+    return [int(token[1:]) for token in tokens]
 
 
 def convert(model: ReLUFormer, folder: Path, quantization: str | None) -> None:
@@ -51,7 +59,7 @@ def convert(model: ReLUFormer, folder: Path, quantization: str | None) -> None:
         _norm(model.encoder_norm, spec.encoder.layer_norm)
         _norm(model.decoder_norm, spec.decoder.layer_norm)
     spec.decoder.projection.weight = _array(model.target_embedding.weight)
-    vocabulary = ["<pad>", "<s>", "</s>", *(f"t{i}" for i in range(3, config.vocabulary))]
+    vocabulary = [*SPECIALS, *(f"t{i}" for i in range(len(SPECIALS), config.vocabulary))]
     spec.register_source_vocabulary(vocabulary)
     spec.register_target_vocabulary(vocabulary)
     spec.config.unk_token, spec.config.bos_token, spec.config.eos_token = vocabulary[:3]
