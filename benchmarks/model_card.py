@@ -138,12 +138,12 @@ def score(test: TestSet, systems: list[SystemSpec], kept: Path | None) -> dict[s
     return {
         "name": test.name,
         "files": {file.name: sha256(file) for file in (test.source, test.target)},
-        **_scores(result),
+        **scores_of(result),
         "costs": costs,
     }
 
 
-def _scores(result: Evaluation) -> dict[str, Any]:
+def scores_of(result: Evaluation) -> dict[str, Any]:
     """Scores by system and label, comparisons with the shipped model, and signatures."""
     mixed = {
         system.name: [each for each in system.scores if each.case == "mixed"]

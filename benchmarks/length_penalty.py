@@ -1,0 +1,71 @@
+"""Scores on dev by length penalty, to choose the search of the shipped model.
+
+    python -m benchmarks.length_penalty --data DATA --penalties 0.8 1 1.2 --every 3 --out FILE
+
+The native decoder translates every n-th document of `dev` in DATA, the folder of
+`reluformer prepare`, as `reluformer translate --document` does. Every other penalty is compared with
+that of the model's recipe by paired bootstrap. `--keep` keeps translations between calls.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.model_card import METRICS, SystemSpec, TestSet, scores_of, translate_once
+from reluformer.checkpoint import read_run
+from reluformer.console import guarded
+from reluformer.evaluation.aligned_files import read_aligned
+from reluformer.evaluation.scores import evaluate
+from reluformer.files import sha256, write_json
+from reluformer.info import commit, info
+from reluformer.shipped import shipped_model
+
+
+@guarded
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Translate with each penalty, and score."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of `reluformer prepare`")
+    parser.add_argument("--model", type=Path, help="default: the shipped model")
+    parser.add_argument("--penalties", type=float, nargs="+", default=[0.6, 0.8, 1.2, 1.4, 1.6])
+    parser.add_argument("--every", type=int, default=3, help="use every n-th document")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder that keeps translations between calls")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    folder = options.model or shipped_model()
+    test = TestSet(
+        f"dev, every {options.every}",
+        *(options.data / f"dev.{s}.txt" for s in ("source", "target")),
+    )
+    sources, (references,) = read_aligned(test.source, [test.target], documents=True)
+    sources, references = sources[:: options.every], references[:: options.every]
+    default = read_run(folder).recipe.decode.length_penalty
+    penalties = [default, *(value for value in options.penalties if value != default)]
+    hypotheses, costs = {}, []
+    for penalty in penalties:
+        system = SystemSpec(f"length penalty {penalty}", folder, None, penalty)
+        hypotheses[system.name], cost = translate_once(system, test, sources, options.keep)
+        costs.append(cost)
+    result = scores_of(evaluate(references, hypotheses, documents=True, metrics=METRICS))
+    for system, cost in zip(result["systems"], costs, strict=True):
+        system["length_penalty"], system["tokens"] = cost["length_penalty"], cost["tokens"]
+        print(system, flush=True)
+    if options.out:
+        description = {
+            "format": "reluformer length penalty 1",
+            "commit": commit(),
+            "info": info(),
+            "every": options.every,
+            "files": {file.name: sha256(file) for file in (test.source, test.target)},
+        }
+        write_json(options.out, {**description, **result, "costs": costs})
+
+
+if __name__ == "__main__":
+    main()
