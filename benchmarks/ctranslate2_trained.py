@@ -65,15 +65,18 @@ def ctranslate2_decoder(folder: Path, precision: str, threads: int) -> Decode:
     )
 
     def decode(sources: Ids, beam: int) -> Ids:
+        limits = [SearchConfig().longest(len(source)) for source in sources]
         results = translator.translate_batch(
             to_text(sources),
             beam_size=beam,
-            max_decoding_length=SearchConfig().longest(max(map(len, sources))),
+            max_decoding_length=max(limits),
             max_input_length=0,
             length_penalty=1.0,
             suppress_sequences=NEVER_DECODED,
         )
-        return [to_ids(result.hypotheses[0]) for result in results]
+        # CTranslate2 has one limit for all sentences of a batch.
+        pairs = zip(results, limits, strict=True)
+        return [to_ids(result.hypotheses[0][:limit]) for result, limit in pairs]
 
     return decode
 

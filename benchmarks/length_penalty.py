@@ -3,8 +3,8 @@
     python -m benchmarks.length_penalty --data DATA --penalties 0.8 1 1.2 --every 3 --out FILE
 
 The native decoder translates every n-th document of `dev` in DATA, the folder of
-`reluformer prepare`, as `reluformer translate --document` does. Every other penalty is compared with
-that of the model's recipe by paired bootstrap. `--keep` keeps translations between calls.
+`reluformer prepare`, as `reluformer translate --document` does. Each penalty is compared with that
+of the model's recipe by paired bootstrap. `--keep` keeps translations between calls.
 """
 
 import argparse
@@ -39,10 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     folder = options.model or shipped_model()
-    test = TestSet(
-        f"dev, every {options.every}",
-        *(options.data / f"dev.{s}.txt" for s in ("source", "target")),
-    )
+    files = [options.data / f"dev.{side}.txt" for side in ("source", "target")]
+    test = TestSet(f"dev, every {options.every}", *files)
     sources, (references,) = read_aligned(test.source, [test.target], documents=True)
     sources, references = sources[:: options.every], references[:: options.every]
     default = read_run(folder).recipe.decode.length_penalty
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "commit": commit(),
             "info": info(),
             "every": options.every,
-            "files": {file.name: sha256(file) for file in (test.source, test.target)},
+            "files": {file.name: sha256(file) for file in files},
         }
         write_json(options.out, {**description, **result, "costs": costs})
 

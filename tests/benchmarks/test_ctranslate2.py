@@ -1,13 +1,16 @@
 """The benchmark against CTranslate2 still runs; its numbers are not looked at."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import ctranslate2 as benchmark
-from benchmarks.ctranslate2_model import convert
+from benchmarks import ctranslate2_trained
+from benchmarks.ctranslate2_model import convert, to_ids, to_text
 from benchmarks.translate_cpu import Shape, sources_of
 from reluformer.errors import UserError
+from tests.serve.tiny import tiny_model
 from tests.translation.native.conftest import kernels, native  # noqa: F401
 
 SHAPE = Shape(vocabulary=50, width=16, heads=2, layers=1, slots=16)
@@ -40,3 +43,22 @@ def test_both_halves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr("sys.argv", arguments)
     benchmark.main()
     assert "CTranslate2 MB" in capsys.readouterr().out
+
+
+def test_ids_survive_the_way_through_tokens_of_a_converted_model() -> None:
+    assert [to_ids(tokens) for tokens in to_text([[3, 17], [], [499]])] == [[3, 17], [], [499]]
+
+
+def test_trained_models_translate_the_same_sentences(tmp_path: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    for kind in ("softmax", "relu"):
+        tiny_model(tmp_path / kind, kind=kind)
+    for side in ("source", "target"):
+        (tmp_path / f"test.{side}.txt").write_text("<d>\nOne here.\nTwo.\n<d>\nThree.\n", "utf-8")
+    folders = ["--softmax", str(tmp_path / "softmax"), "--model", str(tmp_path / "relu")]
+    few = ["--threads", "1", "--batch", "2", "--beam", "1", "--turns", "1"]
+    out = tmp_path / "out.json"
+    ctranslate2_trained.main([*folders, "--data", str(tmp_path), *few, "--out", str(out)])
+    result = json.loads(out.read_text("utf-8"))
+    assert [row["same"] for row in result["agreement"]] == [3]
+    assert [row["precision"] for row in result["rows"]] == ["int8", "float32"]

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import model_card, shipped_decoding
+from benchmarks import length_penalty, model_card, native_agreement, shipped_decoding
+from reluformer.model import ReLUFormer
 from reluformer.quantise import quantise_run
 from reluformer.shipped import SHIPPED_FOLDER, TEST_REFERENCE, TEST_SOURCE
+from reluformer.translation.search import Hypothesis, search
 from tests.serve.tiny import tiny_model
 from tests.translation.native.conftest import kernels, native  # noqa: F401
 
@@ -29,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def prepared(folder: Path) -> Path:
     """Text files as `reluformer prepare` writes them."""
     folder.mkdir()
-    for split in ("test", "test.long"):
+    for split in ("dev", "test", "test.long"):
         (folder / f"{split}.source.txt").write_text("<d>\nOne here.\nTwo.\n<d>\nThree.\n", "utf-8")
         (folder / f"{split}.target.txt").write_text("<d>\nEins hier.\nZwei.\n<d>\nDrei.\n", "utf-8")
     return folder
@@ -93,3 +95,66 @@ def test_zeros_and_agreement_of_a_tiny_model(
     assert {row["precision"] for row in result["speed"]} == {"int8", "float32"}
     assert 0 < result["zeros"]["attention"]["cross"] < 1
     assert len(result["zeros"]["slots"]) == 4
+
+
+def agreement(folder: Path, data: Path, *options: str) -> dict[str, Any]:
+    """Result of the comparison of both decoders."""
+    out = data / "agreement.json"
+    native_agreement.main(
+        ["--data", str(data), "--model", str(folder), *options, "--out", str(out)]
+    )
+    result: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return result
+
+
+@pytest.mark.slow
+def test_native_decoding_is_compared_with_torch_in_several_calls(
+    folder: Path, tmp_path: Path
+) -> None:
+    data = prepared(tmp_path / "data")
+    first = agreement(folder, data, "--documents", "1")
+    assert [row["document"] for row in first["rows"]] == [0]
+    assert agreement(folder, data, "--seconds", "-1") == first
+    result = agreement(folder, data)
+    assert result["rows"][0] == first["rows"][0]
+    (total,) = result["summary"]
+    assert (total["documents"], total["same_documents"], total["sentences"]) == (2, 2, 3)
+    assert total["texts"] == total["same_texts"] > 0
+    assert total["largest_score_gap"] < 1e-4
+    (data / "test.source.txt").write_text("<d>\nOther.\n", "utf-8")
+    with pytest.raises(SystemExit):
+        agreement(folder, data)
+
+
+@pytest.mark.slow
+def test_a_difference_between_decoders_is_judged_in_float64(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shortened(model: ReLUFormer, *arguments: Any, **options: Any) -> list[Hypothesis]:
+        results = search(model, *arguments, **options)
+        if model.target_embedding.weight.element_size() == 8:
+            return results
+        return [result._replace(tokens=result.tokens[:-1]) for result in results]
+
+    monkeypatch.setattr(native_agreement, "search", shortened)
+    result = agreement(folder, prepared(tmp_path / "data"))
+    assert result["summary"][0]["same_texts"] == result["summary"][0]["same_documents"] == 0
+    for difference in (each for row in result["rows"] for each in row["differences"]):
+        longer, shorter = difference["tokens"]
+        assert (shorter, difference["first_difference"]) == (longer - 1, longer - 1)
+        # Greedy search takes the most likely token.
+        assert difference["token_gap"] > 0
+        assert difference["float64_search"] == "native"
+
+
+@pytest.mark.slow
+def test_length_penalties_are_compared_with_that_of_the_recipe(
+    folder: Path, tmp_path: Path
+) -> None:
+    data, out = prepared(tmp_path / "data"), tmp_path / "penalty.json"
+    options = ["--penalties", "0.5", "1", "--every", "2", "--out", str(out)]
+    length_penalty.main(["--data", str(data), "--model", str(folder), *options])
+    result = json.loads(out.read_text("utf-8"))
+    assert [system["length_penalty"] for system in result["systems"]] == [1.0, 0.5]
+    assert (result["documents"], result["sentences"]) == (1, 2)
+    assert {row["system"] for row in result["comparisons"]} == {"length penalty 0.5"}
