@@ -26,7 +26,7 @@ Version = tuple[int, int]
 
 PORTABLE: tuple[Version, Version] = ((3, 6), (3, 9))
 """First and last version that the portable kernels are tested with."""
-HOPPER: tuple[Version, ...] = ((3, 6),)
+HOPPER: tuple[Version, ...] = ((3, 6), (3, 9))
 """Versions with which today's Hopper kernels have run on a GPU; no emulator shows every race."""
 _DIRECT: tuple[Version, ...] = ((3, 6), (3, 9))
 

@@ -28,7 +28,7 @@ def test_the_installed_version_has_every_renamed_function() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hopper", "known_launcher"),
-    [("3.6.0", True, True), ("3.7.1", False, False), ("3.9.0+git1", False, True),
+    [("3.6.0", True, True), ("3.7.1", False, False), ("3.9.0+git1", True, True),
      ("3.10.0rc1", False, False), ("4.0.0", False, False)],
 )  # fmt: skip
 def test_only_tested_versions_run_hopper_kernels(
@@ -42,7 +42,8 @@ def test_only_tested_versions_run_hopper_kernels(
 @pytest.mark.parametrize(
     ("name", "is_hopper", "warning"),
     [("3.6.0", True, ""), ("3.8.0", False, ""), ("3.9.0", False, ""),
-     ("3.7.1", True, "The Hopper kernels are not tested with Triton 3.7.1 (tested: 3.6)"),
+     ("3.9.0", True, ""),
+     ("3.7.1", True, "The Hopper kernels are not tested with Triton 3.7.1 (tested: 3.6 and 3.9)"),
      ("3.8.0", True, "The Hopper kernels are not tested with Triton 3.8.0"),
      ("3.10.0", False, "Triton 3.10.0 is not tested"), ("3.10.0", True, "portable kernels")],
 )  # fmt: skip
