@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from reluformer.checkpoint import load_run
+from reluformer.checkpoint import finished_model, load_run
 from reluformer.data.text import DOCUMENT, lines
 from reluformer.inspection.maps import model_maps
 from reluformer.study.cells import Outcome
@@ -20,7 +20,10 @@ _FEWEST_WORDS = 8
 def study_maps(
     study: Study, outcomes: Sequence[Outcome], root: Path, corpora: Mapping[str, Path]
 ) -> list[dict[str, Any]]:
-    """Maps of the cells that the study shows; empty until all of them have finished."""
+    """Maps of the cells that the study shows.
+
+    Empty until all of them have finished, and where their models are not kept.
+    """
     pairs = _sentences(next(iter(corpora.values())))
     maps = []
     for labels in study.mapped:
@@ -28,7 +31,7 @@ def study_maps(
             o for o in outcomes
             if o.finished and all(o.labels.get(k) == v for k, v in labels.items())
         ]  # fmt: skip
-        if not cells or not (root / cells[0].name).is_dir():
+        if not cells or finished_model(root / cells[0].name) is None:
             return []
         name = ", ".join(map(str, labels.values()))
         run = load_run(root / cells[0].name)

@@ -1,0 +1,27 @@
+"""Attention maps of a study's models."""
+
+from pathlib import Path
+
+import pytest
+
+from reluformer.study.budgets import BUDGETS
+from reluformer.study.cells import Outcome
+from reluformer.study.definition import Plan
+from reluformer.study.maps import study_maps
+from reluformer.study.registry import STUDIES
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_cells_without_models_have_no_maps(tmp_path: Path, kept: bool) -> None:
+    """Results are kept without weights, also without the folder of the cell."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for side in ("source", "target"):
+        (corpus / f"test.{side}.txt").write_text("one two three four five six seven eight nine\n")
+    study = STUDIES["attention"]
+    cells = study.plan(Plan(BUDGETS["tiny"], {}))
+    outcomes = [Outcome(cell.name, cell.labels, "finished", {}) for cell in cells]
+    for outcome in outcomes if kept else []:
+        (tmp_path / outcome.name).mkdir()
+        outcome.save(tmp_path / outcome.name)
+    assert study_maps(study, outcomes, tmp_path, {"europarl-sent": corpus}) == []
