@@ -2,7 +2,8 @@
 
     python -m benchmarks.language_model_plot softmax.json relu.json --out docs/language-model.svg
 
-Lines are the training loss, and circles the loss on the dev text.
+Lines are the training loss, and circles the loss on the dev text. The left panel has the losses of
+all files, and the right panel their differences from the first file.
 """
 
 import argparse
@@ -11,46 +12,85 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.curves import COLOURS
 from reluformer.console import guarded
 from reluformer.files import atomic_path
 
-COLOURS = ("#444444", "#c1121f", "#1d4e89", "#e09f3e")
-LABELS = {"sdpa": "softmax (sdpa)", "normalised_relu": "normalised_relu"}
+LABELS = {"sdpa": "softmax (sdpa)"}
+
+Points = dict[float, float]
+"""Losses by the number of tokens in millions."""
+
+
+def points(result: dict[str, Any], series: str, name: str) -> Points:
+    """The losses `name` of the list `series` of a results file."""
+    tokens = result["size"]["batch"] * result["size"]["length"] / 1e6
+    return {tokens * point["step"]: point[name] for point in result[series]}
+
+
+def difference(losses: Points, baseline: Points) -> Points:
+    """Losses minus those of the baseline, where both are known."""
+    return {x: loss - baseline[x] for x, loss in losses.items() if x in baseline}
 
 
 def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
-    """Write one figure with the curves of several runs."""
+    """Write one figure with the curves of several runs; the first is the baseline."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axis = figure.subplots()
-    for colour, result in zip(COLOURS, results, strict=False):
-        size = result["size"]
-        tokens = size["batch"] * size["length"] / 1e6
-        label = LABELS.get(result["attention"], result["attention"])
-        final = result["dev"][-1]["dev_loss"]
-        axis.plot(
-            [tokens * point["step"] for point in result["curve"]],
-            [point["loss"] for point in result["curve"]],
-            color=colour,
-            linewidth=1,
-            label=f"{label}: dev {final:.3f}",
+    # The same curves must give the same bytes.
+    settings = {"font.size": 9, "svg.hashsalt": "reluformer", "svg.fonttype": "none"}
+    with rc_context(settings):
+        figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+        losses, gaps = figure.subplots(1, 2, width_ratios=(3, 2))
+        curves = [points(result, "curve", "loss") for result in results]
+        devs = [points(result, "dev", "dev_loss") for result in results]
+        for result, colour, curve, dev in zip(results, COLOURS, curves, devs, strict=False):
+            label = LABELS.get(result["attention"], result["attention"])
+            final = result["dev"][-1]["dev_loss"]
+            losses.plot(*_xy(curve), color=colour, label=f"{label}: dev {final:.3f}")
+            losses.plot(*_xy(dev), "o", color=colour, markersize=4)
+            if result is not results[0]:
+                gaps.plot(*_xy(difference(curve, curves[0])), color=colour)
+                gaps.plot(*_xy(difference(dev, devs[0])), "o", color=colour, markersize=4)
+        lowest = min(min(curve.values()) for curve in curves)
+        losses.set_ylim(lowest - 0.1, lowest + 2.0)
+        losses.set_title("loss, nats per token")
+        baseline = results[0]["attention"]
+        gaps.set_title(f"difference from {LABELS.get(baseline, baseline)}, nats")
+        gaps.axhline(0, color=COLOURS[0])
+        gaps.plot([], [], color="#999999", label="training text")
+        gaps.plot([], [], "o", color="#999999", markersize=4, label="dev text")
+        _mark_repetitions(losses, results[0])
+        for axis in (losses, gaps):
+            axis.set_xlabel("million tokens")
+            axis.grid(alpha=0.25)
+            axis.legend(loc="upper right", edgecolor="none", framealpha=1)
+        with atomic_path(out) as partial:
+            figure.savefig(partial, format=out.suffix[1:], metadata={"Date": None})
+
+
+def _xy(losses: Points) -> tuple[list[float], list[float]]:
+    return list(losses), list(losses.values())
+
+
+def _mark_repetitions(axis: Any, result: dict[str, Any]) -> None:
+    """Mark where the training text starts again; the training loss falls there."""
+    text, total = result["text_tokens"] / 1e6, result["tokens"] / 1e6
+    for number in range(1, int(total / text) + 1):
+        axis.axvline(number * text, color="#999999", linestyle=":", linewidth=1)
+        axis.annotate(
+            "text repeats",
+            (number * text, 0.5),
+            xycoords=axis.get_xaxis_transform(),
+            xytext=(-2, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="bottom",
+            color="#666666",
+            fontsize=7,
         )
-        axis.plot(
-            [tokens * point["step"] for point in result["dev"]],
-            [point["dev_loss"] for point in result["dev"]],
-            "o",
-            color=colour,
-            markersize=4,
-        )
-    lowest = min(point["loss"] for result in results for point in result["curve"])
-    axis.set_ylim(lowest - 0.2, lowest + 2.5)
-    axis.set_xlabel("million tokens")
-    axis.set_ylabel("loss, nats per token")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    with atomic_path(out) as partial:
-        figure.savefig(partial, format=out.suffix[1:], metadata={"Date": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
