@@ -354,6 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.compile = not options.tiny
     if options.command == "train" and options.data is None:
         parser.error("train needs --data")
+    if options.power is not None and options.attention not in reluformer.ATTENTIONS:
+        parser.error(f"--power needs an attention of this package, got {options.attention}")
     torch.set_float32_matmul_precision("high")
     size = TINY if options.tiny else Size()
     if options.steps is not None:

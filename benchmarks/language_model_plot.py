@@ -3,7 +3,8 @@
     python -m benchmarks.language_model_plot softmax.json relu.json --out docs/language-model.svg
 
 Lines are the training loss, and circles the loss on the dev text. The left panel has the losses of
-all files, and the right panel their differences from the first file.
+all models, and the right panel their differences from the first model. A file may hold several
+results of `train` in a list `runs`.
 """
 
 import argparse
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    draw([json.loads(path.read_text()) for path in options.results], options.out)
+    files = [json.loads(path.read_text()) for path in options.results]
+    draw([result for file in files for result in file.get("runs", [file])], options.out)
 
 
 if __name__ == "__main__":

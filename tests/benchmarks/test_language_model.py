@@ -15,6 +15,7 @@ from benchmarks import (  # noqa: E402  # after the checks for the packages
     language_model_data,
     language_model_plot,
 )
+from reluformer.hf.layers import layer_attentions  # noqa: E402
 
 
 @pytest.fixture
@@ -42,14 +43,54 @@ def test_ids_are_those_of_the_tokenizer(data: Path) -> None:
 def test_a_tiny_training_run(data: Path, tmp_path: Path, attention: str) -> None:
     out = tmp_path / "out.json"
     arguments = ["train", "--tiny", "--steps", "4", "--attention", attention]
+    options = {} if attention == "sdpa" else {"power": 8}
+    arguments += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     language_model.main([*arguments, "--data", str(data), "--out", str(out)])
     result = json.loads(out.read_text())
     assert result["attention"] == attention and len(result["curve"]) == 4
+    assert result["options"] == options
     final = result["dev"][-1]
     assert final["step"] == 4 and final["dev_loss"] < 10
     assert ("dead_rows" in final) == (attention != "sdpa")
     language_model_plot.main([str(out), str(out), "--out", str(tmp_path / "curve.svg")])
     assert (tmp_path / "curve.svg").stat().st_size > 1000
+
+
+def test_the_power_reaches_every_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = language_model.build(language_model.TINY, "normalised_relu", options={"power": 8})
+    assert [layer.options()["power"] for layer in layer_attentions(model)] == [8, 8]
+    with pytest.raises(SystemExit):
+        arguments = ["train", "--attention", "sdpa", "--power", "8", "--data", str(tmp_path)]
+        language_model.main([*arguments, "--out", str(tmp_path / "out.json")])
+    assert "--power needs an attention of this package, got sdpa" in capsys.readouterr().err
+
+
+def test_the_figure_has_the_differences_of_all_runs(tmp_path: Path) -> None:
+    size = {"batch": 2, "length": 500_000}
+    runs = [
+        {
+            "attention": attention,
+            "size": size,
+            "tokens": 4_000_000,
+            "text_tokens": 2_500_000,
+            "curve": [{"step": step, "loss": 4.0 - step + shift} for step in (1, 2)],
+            "dev": [{"step": 2, "dev_loss": 2.0 + shift}],
+        }
+        for attention, shift in (("sdpa", 0.0), ("normalised_relu", 0.25))
+    ]
+    curves = [language_model_plot.points(run, "curve", "loss") for run in runs]
+    assert curves[0] == {1.0: 3.0, 2.0: 2.0}
+    assert language_model_plot.difference(curves[1], curves[0]) == {1.0: 0.25, 2.0: 0.25}
+    source = tmp_path / "runs.json"
+    source.write_text(json.dumps({"runs": runs}))
+    figures = [tmp_path / "first.svg", tmp_path / "second.svg"]
+    for figure in figures:
+        language_model_plot.main([str(source), "--out", str(figure)])
+    text = figures[0].read_text()
+    assert "normalised_relu: dev 2.250" in text and text.count("text repeats") == 1
+    assert figures[1].read_text() == text
 
 
 @pytest.mark.slow
