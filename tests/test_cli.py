@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,22 @@ def test_translate_reads_stdin_and_writes_stdout(model: Path) -> None:
         assert done.exit_code == 0
         assert len(lines) == 4 and lines[0] and lines[2] and lines[1] == lines[3] == ""
     assert run("translate", "--model", model, stdin="").stdout == ""
+
+
+def test_progress_counts_all_lines(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines arrive in blocks, so the total of one block is not that of the input."""
+    # Every look at the clock finds that a minute has passed.
+    clock = count(0.0, 60.0)
+    monkeypatch.setattr("reluformer.console.time.monotonic", lambda: next(clock))
+    (tmp_path / "in").write_text("a cat\na dog\n", encoding="utf-8")
+    result = run(
+        *("translate", "--model", model, "--input", tmp_path / "in"),
+        *("--output", tmp_path / "out", "--beam", 1),
+    )
+    lines = [line for line in result.stderr.splitlines() if line.startswith("translating")]
+    assert lines and lines[-1] == "translating: 2 texts"
 
 
 def test_translate_can_sample_and_write_maps(model: Path, tmp_path: Path) -> None:
