@@ -89,6 +89,49 @@ def test_a_language_model_as_program() -> None:
         torch.testing.assert_close(program(*inputs), model(*inputs).logits)
 
 
+@pytest.mark.release
+def test_a_language_model_as_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model = ReLUFormerLM(ModelConfig(**SMALL)).eval()
+    export_onnx(model, tmp_path / "model.onnx")
+    for batch, length, _ in SIZES:
+        inputs = {"tokens": ids(batch, length), "lengths": lengths(batch, length)}
+        with torch.no_grad():
+            wanted = model(**inputs).logits
+        found = run_onnx(tmp_path / "model.onnx", inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Llama(nn.Module):
+    """Logits of a Llama model of transformers; 0 at padding, whose rows are not defined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from tests.hf.families import build
+
+        self.model = build("llama", "normalised_relu")
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        logits: Tensor = output.logits
+        return logits * attention_mask[..., None]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_of_transformers_as_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+
+    def batch(count: int, length: int, left: bool) -> dict[str, Tensor]:
+        mask = torch.arange(length) < lengths(count, length)[:, None]
+        mask = mask.flip(1) if left else mask
+        return {"input_ids": ids(count, length).clamp_max(39), "attention_mask": mask.long()}
+
+    shapes = {"input_ids": {0: D, 1: D}, "attention_mask": {0: D, 1: D}}
+    batches = [batch(2, 5, False), batch(3, 12, True), batch(4, 2, False)]
+    check_onnx(Llama(), shapes, batches, tmp_path / "llama.onnx")
+
+
 class Attention(nn.Module):
     """A call of the public function."""
 

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
 
 from reluformer.errors import UserError
 from reluformer.hf.caches import (
@@ -23,6 +24,7 @@ from reluformer.hf.caches import (
     visible_keys,
 )
 from reluformer.hf.configuration import ReLUFormerConfig
+from reluformer.hf.hidden_states import collecting
 from reluformer.model import ReLUFormer, ReLUFormerLM
 from reluformer.model.blocks import DecoderLayer, LayerOutput
 from reluformer.model.kv_cache import GrowingCache
@@ -75,6 +77,13 @@ class ReLUFormerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # no ty
     def get_input_embeddings(self) -> nn.Module:
         """Embedding of the source, or of the text of a language model."""
         return getattr(self.model, "source_embedding", self.model.target_embedding)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Refuse other embeddings: the settings of the model fix its vocabulary."""
+        raise UserError(
+            "the embeddings of a ReLUFormer cannot be replaced or resized; train a new model with "
+            "another vocabulary"
+        )
 
     def _init_weights(self, module: nn.Module) -> None:
         """Our models initialise themselves."""
@@ -152,11 +161,14 @@ class ReLUFormerForConditionalGeneration(ReLUFormerPreTrainedModel, GenerationMi
         """Hidden states [B, S, width] of source ids [B, S], padded on the right."""
         record: Record = "weights" if kwargs.get("output_attentions") else "nothing"
         lengths = _right_padded_lengths(attention_mask)
-        assert isinstance(self.model, ReLUFormer)
-        encoded = self.model.encode(input_ids, lengths, record=record)
+        model, has_states = self.model, bool(kwargs.get("output_hidden_states"))
+        assert isinstance(model, ReLUFormer)
+        with collecting(model.encoder, model.encoder_norm, has_states) as states:
+            encoded = model.encode(input_ids, lengths, record=record)
         maps = tuple(r.weights for r in encoded.records) if record == "weights" else None
-        return BaseModelOutput(last_hidden_state=encoded.hidden, attentions=maps)
+        return BaseModelOutput(encoded.hidden, hidden_states=states.tensors, attentions=maps)
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -180,13 +192,20 @@ class ReLUFormerForConditionalGeneration(ReLUFormerPreTrainedModel, GenerationMi
             past_key_values: Cache of the target tokens before `decoder_input_ids`; it is extended.
             labels: Target ids [B, T], ending with eos; -100 is ignored.
             output_attentions: Whether to return attention maps.
-            **kwargs: `num_items_in_batch` divides the summed loss.
+            **kwargs: `num_items_in_batch` divides the summed loss. `output_hidden_states` returns
+                the embeddings and the output of each layer.
         """
         encoded: Any = encoder_outputs
+        has_states = bool(kwargs.get("output_hidden_states"))
         if encoded is None:
             if input_ids is None:
-                raise UserError("input_ids or encoder_outputs must be given")
-            encoded = self.encode(input_ids, attention_mask, output_attentions=output_attentions)
+                raise UserError("input_ids or encoder_outputs must be given, not inputs_embeds")
+            encoded = self.encode(
+                input_ids,
+                attention_mask,
+                output_attentions=output_attentions,
+                output_hidden_states=has_states,
+            )
         elif not isinstance(encoded, BaseModelOutput):
             encoded = BaseModelOutput(last_hidden_state=encoded[0])
         if decoder_input_ids is None:
@@ -195,9 +214,11 @@ class ReLUFormerForConditionalGeneration(ReLUFormerPreTrainedModel, GenerationMi
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         options = DEFAULT_OPTIONS._replace(record="weights" if output_attentions else "nothing")
         lengths = None if attention_mask is None else attention_mask.sum(dim=-1)
-        decoded = self._decode(
-            decoder_input_ids, past_key_values, options, encoded, lengths=lengths
-        )
+        decoder, norm = self.model.decoder, self.model.decoder_norm
+        with collecting(decoder, norm, has_states) as states:
+            decoded = self._decode(
+                decoder_input_ids, past_key_values, options, encoded, lengths=lengths
+            )
         loss = None
         if labels is not None:
             loss = _cross_entropy(decoded.logits, labels, kwargs.get("num_items_in_batch"))
@@ -205,9 +226,11 @@ class ReLUFormerForConditionalGeneration(ReLUFormerPreTrainedModel, GenerationMi
             loss=loss,
             logits=decoded.logits,
             past_key_values=past_key_values,
+            decoder_hidden_states=states.tensors,
             decoder_attentions=decoded.self_maps,
             cross_attentions=decoded.cross_maps,
             encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
         )
 
@@ -222,14 +245,16 @@ class ReLUFormerForCausalLM(ReLUFormerPreTrainedModel, GenerationMixin):  # type
 
     model_class = ReLUFormerLM
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool = False,
+        output_hidden_states: bool = False,
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -242,13 +267,18 @@ class ReLUFormerForCausalLM(ReLUFormerPreTrainedModel, GenerationMixin):  # type
             labels: Token ids [B, T], which are shifted here; -100 is ignored.
             use_cache: Not used; a cache is used if it is given.
             output_attentions: Whether to return attention maps.
+            output_hidden_states: Whether to return the embeddings and the output of each layer.
             logits_to_keep: Return the logits of the last N positions only; 0 returns all.
             **kwargs: `num_items_in_batch` divides the summed loss.
         """
+        if input_ids is None:
+            raise UserError("input_ids must be given; a ReLUFormer takes no inputs_embeds")
         options = DEFAULT_OPTIONS._replace(record="weights" if output_attentions else "nothing")
         # Padding behind the tokens is not seen by them.
         mask = None if _is_right_padded(attention_mask) else attention_mask
-        decoded = self._decode(input_ids, past_key_values, options, mask=mask)
+        decoder, norm = self.model.decoder, self.model.decoder_norm
+        with collecting(decoder, norm, output_hidden_states) as states:
+            decoded = self._decode(input_ids, past_key_values, options, mask=mask)
         logits, loss = decoded.logits[:, -logits_to_keep:], None
         if labels is not None:
             items = kwargs.get("num_items_in_batch")
@@ -257,6 +287,7 @@ class ReLUFormerForCausalLM(ReLUFormerPreTrainedModel, GenerationMixin):  # type
             loss=loss,
             logits=logits,
             past_key_values=past_key_values,
+            hidden_states=states.tensors,
             attentions=decoded.self_maps,
         )
 

@@ -157,6 +157,8 @@ def test_every_cache_generates_the_tokens_of_no_cache(name: str, attention: str)
     model = build(name, attention)
     expected = generate(model, name, use_cache=False)
     assert torch.equal(generate(model, name), expected)
+    beams = generate(model, name, num_beams=2, use_cache=False)
+    assert torch.equal(generate(model, name, num_beams=2), beams)
     if name != "qwen2":
         # The window of Qwen is in the dynamic cache above and in the next test.
         assert torch.equal(generate(model, name, cache_implementation="static"), expected)
