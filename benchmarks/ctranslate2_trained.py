@@ -11,7 +11,7 @@ with several threads they include waiting.
 
 `agreement` counts sentences with the same tokens in CTranslate2 and here, with the twin in float32.
 Greedy search is the same in both. Beam search is not: here an ended hypothesis keeps its place in
-the beam, and CTranslate2 fills it again. BLEU is of these sentences only.
+the beam, and CTranslate2 fills it again.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import sacrebleu
 import torch
 
 from benchmarks.ctranslate2 import COMPUTE_TYPES, Case
@@ -88,25 +87,21 @@ def translate(decode: Decode, sources: Ids, batch: int, beam: int) -> Ids:
 
 
 class Benchmark:
-    """The models, sentences and references of a comparison.
+    """The models and sentences of a comparison.
 
     Args:
         twin: The softmax twin.
         shipped: The model that it is compared with; both have the same tokenizer.
         converted: Folder with the twin in CTranslate2's format, one folder for each precision.
-        texts: Source sentences, and their references.
+        texts: Source sentences.
     """
 
     def __init__(
-        self, twin: StoredRun, shipped: StoredRun, converted: Path, texts: list[tuple[str, str]]
+        self, twin: StoredRun, shipped: StoredRun, converted: Path, texts: Sequence[str]
     ) -> None:
         self.stored, self.converted = {TWIN: twin, SHIPPED: shipped}, converted
-        self.tokenizer = shipped.tokenizer
-        pairs = [(self.tokenizer.encode(source), target) for source, target in texts]
         # Batches of similar lengths, as both libraries form them.
-        pairs.sort(key=lambda pair: len(pair[0]))
-        self.sources = [ids for ids, _ in pairs]
-        self.references = [target for _, target in pairs]
+        self.sources = sorted(shipped.tokenizer.encode_batch(texts), key=len)
 
     def decoders(self, precision: str, threads: int) -> dict[str, Decode]:
         """All contestants."""
@@ -124,7 +119,7 @@ class Benchmark:
         return row
 
     def measure(self, case: Case, turns: int) -> dict[str, Any]:
-        """One row of the table: tokens per second and BLEU of each contestant."""
+        """One row of the table: tokens per second of each contestant, and ratios."""
         torch.set_num_threads(case.threads)
         decoders = self.decoders(case.precision, case.threads)
         seconds = {name: [float("inf"), float("inf")] for name in decoders}
@@ -139,10 +134,7 @@ class Benchmark:
             # The end token is a step, too.
             count = sum(len(ids) + 1 for ids in tokens)
             rates = [round(count / spent, 1) for spent in seconds[name]]
-            texts = [self.tokenizer.decode(ids) for ids in tokens]
-            bleu = sacrebleu.corpus_bleu(texts, [self.references]).score
             row[name] = {"tokens": count, "tokens/s": rates[0], "tokens/s cpu": rates[1]}
-            row[name]["BLEU"] = round(bleu, 2)
         for name in (TWIN, SHIPPED):
             for rate in ("tokens/s", "tokens/s cpu"):
                 ratio = row[name][rate] / row[CTRANSLATE2][rate]
@@ -151,12 +143,11 @@ class Benchmark:
         return row
 
 
-def sentences_of(data: Path, count: int) -> list[tuple[str, str]]:
-    """Sentences of `test` at equal distances, with their references."""
-    files = [data / f"test.{side}.txt" for side in ("source", "target")]
-    sources, (targets,) = read_aligned(files[0], files[1:], documents=False)
-    pairs = [(one[0], two[0]) for one, two in zip(sources, targets, strict=True)]
-    return pairs[:: max(1, len(pairs) // count)][:count]
+def sentences_of(data: Path, count: int) -> list[str]:
+    """Sentences of `test` at equal distances."""
+    documents, _ = read_aligned(data / "test.source.txt", [])
+    sentences = [sentence for (sentence,) in documents]
+    return sentences[:: max(1, len(sentences) // count)][:count]
 
 
 @guarded

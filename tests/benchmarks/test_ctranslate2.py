@@ -53,8 +53,8 @@ def test_trained_models_translate_the_same_sentences(tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
     for kind in ("softmax", "relu"):
         tiny_model(tmp_path / kind, kind=kind)
-    for side in ("source", "target"):
-        (tmp_path / f"test.{side}.txt").write_text("<d>\nOne here.\nTwo.\n<d>\nThree.\n", "utf-8")
+    text = "<d>\nOne here.\nTwo.\n<d>\nThree.\n"
+    (tmp_path / "test.source.txt").write_text(text, "utf-8")
     folders = ["--softmax", str(tmp_path / "softmax"), "--model", str(tmp_path / "relu")]
     few = ["--threads", "1", "--batch", "2", "--beam", "1", "--turns", "1"]
     out = tmp_path / "out.json"
