@@ -95,6 +95,7 @@ def test_training_gives_every_parameter_a_gradient(model: Any) -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
+@pytest.mark.slow
 def test_can_be_compiled(model: Any) -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs(model)).logits, model(**inputs(model)).logits)

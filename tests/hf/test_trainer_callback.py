@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from reluformer.errors import UserError  # noqa: E402  # after the checks for the packages
-from reluformer.hf import ReLUAttentionCallback  # noqa: E402
+from reluformer.hf import ReLUAttentionCallback, replace_attention_modules  # noqa: E402
 from reluformer.hf.layers import layer_attentions  # noqa: E402
 from reluformer.hf.statistics import recording, summarise  # noqa: E402
 from tests.hf.families import build, tokens  # noqa: E402
@@ -18,14 +18,18 @@ from tests.hf.families import build, tokens  # noqa: E402
 
 def train(model: Any, callback: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(16, 6)]
-    defaults = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1}
+    defaults = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     arguments = transformers.TrainingArguments(
         str(folder),
         **{**defaults, **options},
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        save_strategy="no",
         learning_rate=1e-2,
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
@@ -41,6 +45,19 @@ def test_statistics_are_logged(tmp_path: Path) -> None:
         assert row["row_sum"] > 0 and row["entropy"] > 0
         assert 0 <= row["zeros"] < 1 and 0 <= row["dead_rows"] < 1
     assert all(layer.records is None for layer in layer_attentions(model))
+
+
+def test_a_converted_and_fine_tuned_folder_loads_as_relu(tmp_path: Path) -> None:
+    model = build("llama", "sdpa")
+    replace_attention_modules(model, "normalised_relu", {"power": 2})
+    train(model, ReLUAttentionCallback(), tmp_path, save_strategy="steps", save_steps=2)
+    (folder,) = tmp_path.glob("checkpoint-2")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert loaded.config._attn_implementation == "normalised_relu"
+    offsets = [layer.threshold_offset for layer in layer_attentions(loaded)]
+    assert all(bool(offset.any()) for offset in offsets)
+    ids = tokens(1, 6)
+    torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).logits)
 
 
 def test_losses_pull_row_sums_towards_one(tmp_path: Path) -> None:

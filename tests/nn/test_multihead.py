@@ -393,3 +393,11 @@ def test_mistakes_are_one_sentence(call: dict[str, Any], message: str) -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UserError, match="embed_dim must be a multiple of num_heads, got 12 and 5"):
         MultiheadAttention(12, 5)
+
+
+def test_a_head_width_that_a_named_backend_does_not_have_is_refused() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = MultiheadAttention(24, 1, attention_options={"impl": "triton"}).to(device)
+    x = torch.zeros(3, 1, 24, device=device)
+    with pytest.raises(UserError, match="impl='triton' cannot run .* head widths must be one of"):
+        layer(x, x, x, need_weights=False)
