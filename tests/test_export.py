@@ -117,7 +117,7 @@ class Llama(nn.Module):
         return logits * attention_mask[..., None]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_model_of_transformers_as_onnx(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

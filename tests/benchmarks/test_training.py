@@ -85,7 +85,7 @@ def test_both_libraries_see_the_same_examples(prepared: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_parts_end_when_measured_and_fail_independently(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -77,7 +77,9 @@ def accuracy(model: ReLUFormer, generator: torch.Generator) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["relu", "softmax", "top_k"])
+@pytest.mark.parametrize(
+    "kind", ["relu", "softmax", pytest.param("top_k", marks=pytest.mark.release)]
+)
 def test_learns_to_copy_and_to_reverse(kind: str) -> None:
     torch.manual_seed(0)
     train, held_out = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)

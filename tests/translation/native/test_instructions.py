@@ -19,7 +19,7 @@ CONFIG = SearchConfig(beam=3, max_ratio=1, max_extra=8)
 @pytest.mark.parametrize(
     ("options", "instructions"),
     [
-        ("-mno-avx512vnni -mno-avxvnni", "AVX-512"),
+        pytest.param("-mno-avx512vnni -mno-avxvnni", "AVX-512", marks=pytest.mark.release),
         ("-mno-avx512f -mno-avxvnni", "AVX2"),
         ("-mno-avx512f -mno-avx2 -mno-avx -mno-avxvnni", "plain"),
     ],
