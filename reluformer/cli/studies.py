@@ -12,7 +12,10 @@ _MOST_JOBS = 256
 
 
 def study(
-    name: Annotated[str | None, typer.Argument(help="Name of a study; see --list.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Names of studies, or all; see --list."),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the studies.")] = False,
     file: Annotated[
         Path | None, typer.Option(help="YAML file with recipe, common and runs instead of a name.")
@@ -39,14 +42,19 @@ def study(
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Setting of all trainings; repeatable."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Run cells with such names only, as in a shell."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the cells; repeat the command to resume.")
     ] = None,
 ) -> None:
-    """Run or resume a study of the paper's claims, and say what holds.
+    """Run or resume studies of the paper's claims, and say what holds.
 
-    Every training is a cell in a folder of its own; cells that have ended are never run again. For
-    example: reluformer study ffn --budget tiny --jobs 2 --out studies.
+    Every training is a cell in a folder of its own; cells that have ended are never run again.
+    Several studies share one queue. For example: reluformer study ffn slots --budget tiny --jobs 2
+    --out studies.
     """
     if list_:
         from reluformer.study.questions import QUESTIONS
@@ -57,11 +65,11 @@ def study(
         return
     from reluformer.config.yaml_lines import parse_assignments
     from reluformer.study.budgets import lookup_budget
-    from reluformer.study.registry import lookup_study, study_from_file
-    from reluformer.study.runner import RunOptions, run_study
+    from reluformer.study.registry import lookup_studies, study_from_file
+    from reluformer.study.runner import RunOptions, run_studies
     from reluformer.study.show import print_record
 
-    if (name is None) == (file is None):
+    if (not names) == (file is None):
         raise UserError("study needs a name or --file; see --list")
     if out is None:
         raise UserError("study needs --out, the folder of its cells")
@@ -71,12 +79,15 @@ def study(
         raise UserError(f"minutes must be a finite number of at least 0, got {minutes}")
     # A mistake is reported before any file is written.
     parse_assignments(set_ or ())
-    chosen = study_from_file(file) if file is not None else lookup_study(str(name))
+    chosen = [study_from_file(file)] if file is not None else lookup_studies(names or ())
     size = lookup_budget(budget)
     if seeds is not None:
         size = size.with_seeds(_numbers(seeds))
-    options = RunOptions(out, size, jobs, minutes, tuple(data or ()), tuple(set_ or ()))
-    print_record(chosen, run_study(chosen, options))
+    options = RunOptions(
+        out, size, jobs, minutes, tuple(data or ()), tuple(set_ or ()), tuple(only or ())
+    )
+    for one, record in zip(chosen, run_studies(chosen, options), strict=True):
+        print_record(one, record)
 
 
 def report(

@@ -20,24 +20,31 @@ _FEWEST_WORDS = 8
 def study_maps(
     study: Study, outcomes: Sequence[Outcome], root: Path, corpora: Mapping[str, Path]
 ) -> list[dict[str, Any]]:
-    """Maps of the cells that the study shows.
+    """Maps of the cells that the study shows, on sentences of their own corpus.
 
-    Empty until all of them have finished, and where their models are not kept.
+    Empty until all of them have finished, and where their models or their corpus are not kept.
     """
-    pairs = _sentences(next(iter(corpora.values())))
-    maps = []
-    for labels in study.mapped:
-        cells = [
-            o for o in outcomes
-            if o.finished and all(o.labels.get(k) == v for k, v in labels.items())
-        ]  # fmt: skip
-        if not cells or finished_model(root / cells[0].name) is None:
-            return []
-        name = ", ".join(map(str, labels.values()))
-        run = load_run(root / cells[0].name)
-        sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
-        maps.append(model_maps(name, run, sources, targets, most_tokens=_MOST_TOKENS))
-    return maps
+    shown = [
+        [o for o in outcomes if o.finished and labels.items() <= o.labels.items()]
+        for labels in study.mapped
+    ]
+    if not all(shown) or any(finished_model(root / cells[0].name) is None for cells in shown):
+        return []
+    corpus = corpora.get(shown[0][0].detail["corpus"])
+    if corpus is None:
+        return []
+    pairs = _sentences(corpus)
+    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+    return [
+        model_maps(
+            ", ".join(map(str, labels.values())),
+            load_run(root / cells[0].name),
+            sources,
+            targets,
+            most_tokens=_MOST_TOKENS,
+        )
+        for labels, cells in zip(study.mapped, shown, strict=True)
+    ]
 
 
 def _sentences(corpus: Path) -> list[tuple[str, str]]:

@@ -38,24 +38,38 @@ class JobQueue:
     failed: dict[str, str] = field(default_factory=dict)
     """Exit status and last log line of each command that failed before the clock ended."""
 
-    def run(self, commands: Mapping[str, list[str]]) -> list[str]:
-        """Run the commands in order; return the names of those that succeeded.
+    def run(self, ready: Callable[[], Mapping[str, list[str]]]) -> list[str]:
+        """Run commands in order; return the names of those that succeeded.
 
         Commands that still run at the end are killed, and go on when they are started again.
+
+        Args:
+            ready: Returns the commands that can run now. It is called at the start and whenever a
+                command has ended; commands that were started before are skipped.
         """
-        waiting, succeeded = list(commands), []
+        waiting: dict[str, list[str]] = {}
         live: dict[str, _Job] = {}
+        started: set[str] = set()
+        succeeded: list[str] = []
+        is_current = False
         last = time.monotonic()
         try:
-            while (waiting or live) and time.monotonic() < self.end:
+            while time.monotonic() < self.end:
+                if not is_current:
+                    waiting = {n: command for n, command in ready().items() if n not in started}
+                    is_current = True
                 while waiting and len(live) < self.jobs:
-                    name = waiting.pop(0)
-                    live[name] = self._start(name, commands[name])
+                    name = next(iter(waiting))
+                    live[name] = self._start(name, waiting.pop(name))
+                    started.add(name)
+                if not live:
+                    break
                 time.sleep(_POLL)
                 now = time.monotonic()
                 self._count(live, now - last)
                 last = now
                 for name in [name for name, job in live.items() if job.process.poll() is not None]:
+                    is_current = False
                     if self._ended(name, live.pop(name)):
                         succeeded.append(name)
         finally:

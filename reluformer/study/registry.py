@@ -1,6 +1,7 @@
 """All studies by name, and studies that are described by a YAML file."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def lookup_study(name: str) -> Study:
     if name not in STUDIES:
         raise UserError(f"study must be one of {', '.join(STUDIES)}, got {name!r}")
     return STUDIES[name]
+
+
+def lookup_studies(names: Sequence[str]) -> list[Study]:
+    """The studies with some names, each once; `all` stands for every study."""
+    chosen = [name for part in names for name in (STUDIES if part == "all" else (part,))]
+    return [lookup_study(name) for name in dict.fromkeys(chosen)]
 
 
 def study_from_file(path: Path) -> Study:

@@ -1,4 +1,4 @@
-"""Runs a study: plans cells, executes the ones that are left, compares, concludes.
+"""Runs studies: plans cells, executes the ones that are left, compares, concludes.
 
 Layout of the output folder, with one folder a cell that all studies share:
 
@@ -8,8 +8,10 @@ Layout of the output folder, with one folder a cell that all studies share:
 """
 
 import datetime
+import fnmatch
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +21,12 @@ from typing import Any
 
 import torch
 
+from reluformer.checkpoint import finished_model
+from reluformer.errors import UserError
 from reluformer.files import check_folder, real_path, write_json
 from reluformer.info import commit, info
 from reluformer.study.budgets import Budget
-from reluformer.study.cells import Cell, Outcome, load_outcome
+from reluformer.study.cells import Cell, Outcome, Outcomes, load_outcome
 from reluformer.study.corpora import TESTS, find_corpora
 from reluformer.study.definition import Plan, Study
 from reluformer.study.estimate import estimate
@@ -50,6 +54,8 @@ class RunOptions:
     """Folders of prepared corpora: FOLDER or NAME=FOLDER."""
     assignments: Sequence[str] = ()
     """Further settings of all trainings."""
+    only: Sequence[str] = ()
+    """Patterns of names of cells to run, as in a shell; empty for all."""
     report: Callable[[str], None] = print
 
     @property
@@ -60,15 +66,20 @@ class RunOptions:
 
 @dataclass
 class _Run:
-    study: Study
+    studies: Sequence[Study]
     options: RunOptions
     queue: JobQueue
     corpora: dict[str, Path] = field(default_factory=dict)
 
-    def cells(self) -> tuple[list[Cell], dict[str, Outcome]]:
-        """The cells as planned now, and the outcomes of all cells in the folder."""
-        outcomes = {o.name: o for o in load_outcomes(self.options.root)}
-        return self.study.plan(Plan(self.options.budget, outcomes)), outcomes
+    def outcomes(self) -> dict[str, Outcome]:
+        """Outcomes of all cells in the folder."""
+        return {outcome.name: outcome for outcome in load_outcomes(self.options.root)}
+
+    def cells(self, outcomes: Outcomes) -> list[Cell]:
+        """The selected cells of all studies as planned now, each once."""
+        plan = Plan(self.options.budget, outcomes)
+        cells = {cell.name: cell for study in self.studies for cell in study.plan(plan)}
+        return select(list(cells.values()), self.options.only)
 
     def job(self, cell: Cell) -> Job:
         """The cell with the folders it needs."""
@@ -79,9 +90,23 @@ class _Run:
         root, budget = self.options.root, self.options.budget
         return Job(cell, root, budget, corpus, tests, tuple(self.options.assignments))
 
+    def ready(self) -> dict[str, list[str]]:
+        """Commands of the cells that can run now."""
+        _add_clocks(self)
+        outcomes = self.outcomes()
+        cells = self.cells(outcomes)
+        set_aside(cells, outcomes, self.options)
+        left = [cell for cell in cells if cell.name not in outcomes]
+        return {cell.name: _command(self, cell) for cell in _ready(self, left, outcomes)}
+
 
 def run_study(study: Study, options: RunOptions) -> StudyRecord:
-    """Run or resume a study; return its record, which is also written as JSON.
+    """Run or resume one study, as `run_studies` does."""
+    return run_studies([study], options)[0]
+
+
+def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyRecord]:
+    """Run or resume studies side by side; return their records, which are also written as JSON.
 
     Cells that have ended are not run again. Cells that fail are reported and tried again at the
     next call. Cells that the clock cuts go on at the next call.
@@ -89,29 +114,74 @@ def run_study(study: Study, options: RunOptions) -> StudyRecord:
     check_folder(options.root)
     end = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e6)
     queue = JobQueue(options.jobs, end, options.root / "logs", options.report)
-    run = _Run(study, options, queue)
+    run = _Run(studies, options, queue)
     if options.jobs > 1 and torch.cuda.is_available():
         start_mps()
-    cells, outcomes = run.cells()
+    outcomes = run.outcomes()
+    cells = run.cells(outcomes)
     names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
     run.corpora = find_corpora(names, options.budget, options.root, options.data)
     options.root.mkdir(parents=True, exist_ok=True)
     _announce(run, cells, outcomes)
-    while time.monotonic() < end:
-        cells, outcomes = run.cells()
-        ready = _ready(run, [c for c in cells if c.name not in outcomes], outcomes)
-        if not ready:
-            break
-        try:
-            queue.run({cell.name: _command(run, cell) for cell in ready})
-        finally:
-            _add_clocks(run)
-    record = _conclude(run)
-    record.save(options.root / f"{study.name}{SUFFIX}")
-    if study.mapped:
-        maps = study_maps(study, record.outcomes, options.root, run.corpora)
-        if maps:
-            write_json(options.root / f"{study.name}{MAPS_SUFFIX}", maps)
+    try:
+        queue.run(run.ready)
+    finally:
+        _add_clocks(run)
+    return [_finish(run, study) for study in studies]
+
+
+def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """Cells whose names match one of the patterns, and the cells they start from; default: all.
+
+    Raises:
+        UserError: No cell matches a pattern.
+    """
+    if not patterns:
+        return list(cells)
+    by_name = {cell.name: cell for cell in cells}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        names = fnmatch.filter(by_name, pattern)
+        if not names:
+            raise UserError(f"only must match a cell, such as {cells[0].name}, got {pattern!r}")
+        for name in names:
+            parent: str | None = name
+            while parent is not None and parent not in chosen:
+                chosen.add(parent)
+                parent = by_name[parent].parent
+    return [cell for cell in cells if cell.name in chosen]
+
+
+def set_aside(cells: Sequence[Cell], outcomes: dict[str, Outcome], options: RunOptions) -> None:
+    """Plan models again that cells start from and whose weights are gone.
+
+    Results are often kept without weights. The earlier result moves to the folder `earlier`.
+    """
+    by_name = {cell.name: cell for cell in cells}
+    left = [cell for cell in cells if cell.name not in outcomes]
+    while left:
+        parent = left.pop().parent
+        if parent is None or parent not in outcomes or not outcomes[parent].finished:
+            continue
+        folder = options.root / parent
+        if finished_model(folder) is None:
+            place = options.root / "earlier" / parent
+            shutil.rmtree(place, ignore_errors=True)
+            place.parent.mkdir(exist_ok=True)
+            folder.rename(place)
+            del outcomes[parent]
+            options.report(f"{parent}: trained again, its weights are not in {folder}")
+            left.append(by_name[parent])
+
+
+def _finish(run: _Run, study: Study) -> StudyRecord:
+    """Write the record of a study, and the attention maps that it shows."""
+    root = run.options.root
+    record = _conclude(run, study)
+    record.save(root / f"{study.name}{SUFFIX}")
+    maps = study_maps(study, record.outcomes, root, run.corpora) if study.mapped else []
+    if maps:
+        write_json(root / f"{study.name}{MAPS_SUFFIX}", maps)
     return record
 
 
@@ -129,7 +199,8 @@ def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) ->
     done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
     needs = estimate(with_recipes, done, run.options.jobs)
     say = run.options.report
-    say(f"study {run.study.name}, budget {run.options.budget.name}: {run.study.question}")
+    for study in run.studies:
+        say(f"study {study.name}, budget {run.options.budget.name}: {study.question}")
     say(f"{len(done)} of {len(cells)} cells have ended; {needs}")
     if not torch.cuda.is_available() and needs.minutes > _PATIENCE:
         say("warning: there is no GPU here; --budget tiny is for CPUs")
@@ -183,16 +254,17 @@ def _add_clocks(run: _Run) -> None:
     run.queue.clocks.clear()
 
 
-def _conclude(run: _Run) -> StudyRecord:
-    cells, outcomes = run.cells()
+def _conclude(run: _Run, study: Study) -> StudyRecord:
+    outcomes = run.outcomes()
+    cells = study.plan(Plan(run.options.budget, outcomes))
     ended = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
     comparisons: list[Comparison] = []
-    if run.study.contrast is not None:
+    if study.contrast is not None:
         comparisons = compare_cells(
-            run.study.contrast, ended, run.options.root, run.options.budget.bootstrap
+            study.contrast, ended, run.options.root, run.options.budget.bootstrap
         )
     return StudyRecord(
-        study=run.study.name,
+        study=study.name,
         budget=run.options.budget.name,
         date=datetime.date.today().isoformat(),
         command=shlex.join(["reluformer", *sys.argv[1:]]),

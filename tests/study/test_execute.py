@@ -1,6 +1,7 @@
 """The work of one cell in its own process."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def test_a_cell_measures_its_own_seconds(
 def test_an_interrupted_runner_keeps_the_time_of_ended_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(queue: JobQueue, commands: dict[str, list[str]]) -> list[str]:
-        name = next(iter(commands))
+    def interrupted(queue: JobQueue, ready: Callable[[], dict[str, list[str]]]) -> list[str]:
+        name = next(iter(ready()))
         (tmp_path / "tiny" / name).mkdir()
         Outcome(name, {}, "finished", {}).save(tmp_path / "tiny" / name)
         queue.logs.mkdir()

@@ -21,19 +21,36 @@ def test_failures_say_why_and_cut_commands_do_not(tmp_path: Path) -> None:
         "bad": python("import sys; print('first', flush=True); sys.exit('the reason\\n')"),
         "silent": python("import sys; sys.exit(4)"),
     }
-    assert queue.run(commands) == ["good"]
+    assert queue.run(lambda: commands) == ["good"]
     assert queue.failed == {
         "bad": "exit status 1: the reason",
         "silent": "exit status 4: empty log",
     }
     queue.end = time.monotonic() + 0.3
-    assert queue.run({"slow": python("import time; time.sleep(60)")}) == []
+    slow = {"slow": python("import time; time.sleep(60)")}
+    assert queue.run(lambda: slow) == []
     assert "slow" not in queue.failed and "slow: cut by the clock" in lines[-1]
 
 
 def test_time_of_the_device_is_shared(tmp_path: Path) -> None:
     queue = JobQueue(2, time.monotonic() + 60, tmp_path, lambda line: None)
     sleep = python("import time; time.sleep(0.4)")
-    queue.run({"a": sleep, "b": sleep})
+    queue.run(lambda: {"a": sleep, "b": sleep})
     for clock in queue.clocks.values():
         assert clock.device_seconds < 0.8 * clock.seconds
+
+
+def test_a_command_that_becomes_ready_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    # The slow command ends when the child of the quick one has run.
+    wait = f"import os, time\nwhile not os.path.exists({str(child)!r}): time.sleep(0.02)"
+    commands = {"quick": python(""), "slow": python(wait)}
+    written = python(f"open({str(child)!r}, 'w')")
+
+    def ready() -> dict[str, list[str]]:
+        has_parent = "quick" in queue.clocks
+        return {**commands, "child": written} if has_parent else commands
+
+    queue = JobQueue(2, time.monotonic() + 30, tmp_path, lambda line: None)
+    assert set(queue.run(ready)) == {"quick", "child", "slow"}
+    assert not queue.failed

@@ -19,8 +19,15 @@ from reluformer.study.cells import Cell, Outcome, load_outcome
 from reluformer.study.corpora import find_corpora
 from reluformer.study.definition import Plan, Results
 from reluformer.study.record import StudyRecord
-from reluformer.study.registry import STUDIES, lookup_study, study_from_file
-from reluformer.study.runner import RunOptions, run_study
+from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
+from reluformer.study.runner import (
+    RunOptions,
+    load_outcomes,
+    run_studies,
+    run_study,
+    select,
+    set_aside,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("train.steps=4", "train.dev_every=4", "train.checkpoint_every=2", "train.log_every=2")
@@ -100,6 +107,58 @@ def test_a_diverged_cell_is_a_result_and_its_children_are_not_run(tmp_path: Path
     assert wild.status == "diverged" and "diverged" in wild.reason, lines
     assert child.reason == "its start study.wild diverged" and not record.failed
     assert study.conclude(Results(record.outcomes)).tables[0].rows[0][1] == "1, 1 diverged"
+
+
+CHAIN = [
+    Cell("start", {}),
+    Cell("middle", {}, parent="start"),
+    Cell("probe", {}, parent="middle"),
+    Cell("other", {}),
+]
+
+
+def test_selected_cells_come_with_those_they_start_from() -> None:
+    assert select(CHAIN, ()) == CHAIN
+    assert [cell.name for cell in select(CHAIN, ["pr*"])] == ["start", "middle", "probe"]
+    assert [cell.name for cell in select(CHAIN, ["other", "start"])] == ["start", "other"]
+    with pytest.raises(UserError, match="only must match a cell, such as start, got 'x'"):
+        select(CHAIN, ["other", "x"])
+
+
+@pytest.mark.parametrize(
+    ("kept", "again"), [((), ["middle", "start"]), (("start",), ["middle"]), (("middle",), [])]
+)
+def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
+    tmp_path: Path, kept: tuple[str, ...], again: list[str]
+) -> None:
+    lines: list[str] = []
+    options = RunOptions(tmp_path, TINY, report=lines.append)
+    outcomes = {name: Outcome(name, {}, "finished", {}) for name in ("start", "middle", "other")}
+    for name, outcome in outcomes.items():
+        (options.root / name / "model").mkdir(parents=True)
+        outcome.save(options.root / name)
+        if name in kept:
+            (options.root / name / "model" / "config.json").touch()
+    left = dict(outcomes)
+    set_aside(CHAIN, left, options)
+    assert sorted(outcomes.keys() - left.keys()) == again
+    assert sorted(line.split(":")[0] for line in lines) == again
+    for name in again:
+        assert load_outcome(options.root / "earlier" / name) == outcomes[name]
+        assert not (options.root / name).exists()
+    assert {o.name for o in load_outcomes(options.root)} == left.keys()
+
+
+def test_studies_share_one_queue(tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = RunOptions(tmp_path, TINY, minutes=0.0, report=lines.append)
+    records = run_studies(lookup_studies(["ffn", "temperature", "ffn"]), options)
+    assert [record.study for record in records] == ["ffn", "temperature"]
+    names = {name for record in records for name in record.planned}
+    # The softmax memory is a cell of both.
+    assert len(names) < sum(len(record.planned) for record in records)
+    assert f"0 of {len(names)} cells have ended" in lines[2]
+    assert lookup_studies(["theory", "all"]) == list(STUDIES.values())
 
 
 def test_studies_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
