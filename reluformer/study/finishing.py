@@ -41,7 +41,7 @@ def finish_cell(
     Returns:
         `tuned` (penalty and dev BLEU by penalty), `scores` by test set, `hypotheses` (file names).
     """
-    translator = Translator.load(run, beam=decoding.beam, batch_tokens=_batch_tokens())
+    translator = Translator.load(run, beam=decoding.beam, batch_tokens=large_batch())
     start = time.perf_counter()
     sources, references = part_of(corpus / "dev", decoding.dev_lines, contiguous=documents)
     tuned = tune_penalty(translator, sources, references, decoding, documents=documents)
@@ -143,7 +143,8 @@ def score(reference: Path, hypothesis: Path, *, documents: bool) -> dict[str, An
     return scores
 
 
-def _batch_tokens() -> int | None:
+def large_batch() -> int | None:
+    """Source tokens of a batch for translation on this machine's GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     memory = torch.cuda.get_device_properties(0).total_memory

@@ -19,7 +19,7 @@ from reluformer.model.losses import translation_loss
 from reluformer.study.budgets import Decoding
 from reluformer.study.cells import load_outcome
 from reluformer.study.counts import save_counts
-from reluformer.study.finishing import score, test_files, translate_text
+from reluformer.study.finishing import large_batch, score, test_files, translate_text
 from reluformer.train.data import load_data
 from reluformer.train.objective import inputs
 from reluformer.translation.translator import Translator
@@ -143,6 +143,7 @@ def _translator(probe: Probe, max_length: int | None = None) -> Translator:
         beam=probe.decoding.beam,
         length_penalty=tuned.get("length_penalty", 1.0),
         max_length=max_length,
+        batch_tokens=large_batch(),
     )
 
 

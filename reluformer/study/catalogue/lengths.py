@@ -18,9 +18,10 @@ _SEEDED = ("softmax", "default")
 
 
 def _plan(plan: Plan) -> list[Cell]:
+    """The longest first, whose translation takes the longest."""
     budget = plan.budget
     cells = [start_cell(budget, attention) for attention in ATTENTIONS]
-    for length in budget.lengths:
+    for length in sorted(budget.lengths, reverse=True):
         for attention in ATTENTIONS:
             several = attention in _SEEDED and length in budget.seeded_lengths
             seeds = budget.seeds if several else budget.seeds[:1]
@@ -29,7 +30,8 @@ def _plan(plan: Plan) -> list[Cell]:
 
 
 def _conclude(results: Results) -> Findings:
-    outcomes = [o for o in results.outcomes if o.labels["length"]]
+    documents = [o for o in results.outcomes if o.labels["length"]]
+    outcomes = sorted(documents, key=lambda o: int(o.labels["length"]))
     lengths = sorted({o.labels["length"] for o in outcomes})
 
     def gain(length: int) -> float:
