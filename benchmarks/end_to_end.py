@@ -1,241 +1,282 @@
-"""Whole training steps on the fused kernels, on the reference, and with softmax through SDPA.
+"""Whole training steps of the recipes against unpadded softmax on its fastest kernel.
 
     python -m benchmarks.end_to_end --out end-to-end.json
     TRITON_INTERPRET=1 python -m benchmarks.end_to_end --quick --out end-to-end.json
 
-The recipe `document` without dropout, with the learner, objective and CUDA graphs of
-`reluformer.train`. Runs of one length share initial weights and batches: random tokens with Zipf
-frequencies, repeated by the target. All rows are full, but the model receives lengths as in
-training; softmax then needs a mask, which excludes the fastest kernels of SDPA. Runs named
-"no lengths" do not pass them.
+Steps run as in `reluformer train`: dropout, losses, optimiser and CUDA graphs are the recipe's.
+Batches have no padding, and no model receives lengths. The models of a row take steps in
+interleaved rounds. Uncompiled steps are timed with both kernels of softmax, cuDNN and flash, one of
+which is SDPA's own choice; compiled steps with the faster one.
 
-apart     largest difference of a run's losses from those of the reference in bfloat16
-rounding  the same for the reference in float32 (with TF32, as in training): what bfloat16 does to
-          the rest of the model. The reference always attends in float32, so kernels that round
-          weights to bfloat16 may be about as far apart as this, not much farther
-parts     number of micro-batches of a step that does not fit into memory
+ms, share           time of a step, and the part of it that the attention calls take alone
+x opponent          median over the rounds of the fastest softmax / ours
+x attention         the same for the attention calls alone, forward and backward
+no attention        ceiling: x opponent if our attention took no time
+as alone            ceiling: x opponent if only the attention calls changed, by x attention
+apart               largest difference between losses of the kernels and of the reference in
+                    bfloat16, without dropout
+rounding            the same between the reference in float32 and in bfloat16: the effect of
+                    bfloat16 on the rest of the model
 """
 
 import argparse
-import dataclasses
 import gc
-import math
+import os
+import statistics
+import subprocess
+import sys
 import time
-from collections import namedtuple
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from reluformer.bench.timing import in_short
-from reluformer.config.recipe import Recipe, load_recipe
+from benchmarks.end_to_end_model import (
+    CUDNN,
+    FLASH,
+    OURS,
+    REFERENCE,
+    SDPA,
+    VOCABULARIES,
+    YARDSTICK,
+    Case,
+    Contestant,
+    Plan,
+    sdpa_choice,
+)
+from reluformer.bench.timing import Clock, in_short, ratio
 from reluformer.config.train import TrainConfig
-from reluformer.data.batches import Batch
-from reluformer.data.tokenizer import BOS, EOS
 from reluformer.files import write_json
 from reluformer.info import commit, info
-from reluformer.model import ReLUFormer
-from reluformer.model.losses import translation_loss
 from reluformer.processes import Processes, processes
-from reluformer.train.cuda_graph import Graphs
-from reluformer.train.initialise import autocast, torch_settings
-from reluformer.train.objective import Objective, inputs
-from reluformer.train.schedules import learning_rate, step_seed
-from reluformer.train.trainer_state import TrainerState, should_compile, should_use_graphs
+from reluformer.train.initialise import torch_settings
 
-RECIPE = "document"
-UNTIMED, CALIBRATION_TOKENS = 3, 4096
-REFERENCE, YARDSTICK, UNTOLD = "relu reference", "relu reference, float32", ", no lengths"
-# Largest length of the float32 reference, which is slow.
-YARDSTICK_UP_TO = 1024
-SDPA = ("model.attention.kind=softmax", "model.attention.impl=sdpa")
-RUNS = {
-    "relu triton": ("model.attention.impl=triton",),
-    "relu triton" + UNTOLD: ("model.attention.impl=triton",),
-    "softmax SDPA": SDPA,
-    "softmax SDPA" + UNTOLD: SDPA,
-    REFERENCE: ("model.attention.impl=reference",),
-    YARDSTICK: ("model.attention.impl=reference", "train.precision=float32"),
-}
-Step = Callable[[list[Batch], int], Tensor]
-Plan = namedtuple("Plan", "lengths tokens steps vocabulary overrides")
-GPU = Plan((512, 1024, 2048, 4096), 16_384, 20, 30_000, ("train.precision=bfloat16",))
+Row = dict[str, Any]
+GPU = Plan("cuda", (512, 1024, 4096), 16_384, 30_000, 12, ("train.precision=bfloat16",))
 # Tests this script on a CPU; Triton's interpreter cannot multiply bfloat16.
 TINY = ("train.device=cpu", "train.precision=float32", "model.width=32", "model.heads=2",
         "model.slots=32", "model.encoder_layers=1", "model.decoder_layers=1")  # fmt: skip
-TOY = Plan((16,), 32, UNTIMED + 1, 50, TINY)
+TOY = Plan("cpu", (16,), 32, 50, 2, TINY)
+AGREEMENT_TOKENS, AGREEMENT_STEPS = 4096, 6
+WARM_UP_PROCESSES, WARM_UP_SECONDS = 8, 120
 
 
-def batches(plan: Plan, length: int) -> list[Batch]:
-    """Batches of all steps; the target equals the source."""
-    rows, frequencies = plan.tokens // length, 1 / np.arange(3, plan.vocabulary)
-    size, shares = (plan.steps, rows, length), frequencies / frequencies.sum()
-    drawn = np.random.default_rng(length).choice(len(shares), size, p=shares)
-    source = torch.from_numpy(drawn + 3)
-    source[..., -1] = EOS
-    shifted = source.roll(1, dims=-1)
-    shifted[..., 0] = BOS
-    full = torch.full((rows,), length)
-    return [
-        Batch(ids, full, before, ids, full, np.arange(rows), rows * length, position=(0, 0))
-        for ids, before in zip(source, shifted, strict=True)
-    ]
+def cases(recipes: Sequence[str], lengths: Sequence[int], compiled: bool) -> Iterator[Case]:
+    """All cases in order of importance; a compiled case follows its uncompiled one."""
+    for recipe in recipes:
+        yield from (Case(recipe, length) for length in lengths)
+        if compiled:
+            yield from (Case(recipe, length, True) for length in reversed(lengths))
 
 
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    """A batch with some rows of another."""
-    part = batch.with_tensors([each[rows] for each in batch.tensors()])
-    return dataclasses.replace(part, target_tokens=part.source.numel())
+def warm(recipe: str, length: int, is_compiled: bool, run: str) -> None:
+    """Take one step, which leaves compiled kernels in the caches on disk."""
+    # The code of compiled layers depends on the size of a batch, our kernels do not.
+    plan = GPU if is_compiled else GPU._replace(tokens=GPU.tokens // 2)
+    case = Case(recipe, length, is_compiled)
+    with processes(plan.device) as group, torch_settings(TrainConfig(), group.device):
+        Contestant(case, run, plan, group).steps(1)
 
 
-def start(
-    plan: Plan, recipe: Recipe, device: torch.device, length: int
-) -> tuple[list[Batch], dict[str, Tensor]]:
-    """Batches on the device and initial weights on the host, so that peak memory is the run's."""
-    data = [batch.to(device) for batch in batches(plan, length)]
-    torch.manual_seed(length)
-    model = ReLUFormer(recipe.model_with(plan.vocabulary)).to(device)
-    model.calibrate([inputs(rows_of(data[0], slice(max(1, CALIBRATION_TOKENS // length))))])
-    return data, {name: each.cpu() for name, each in model.state_dict().items()}
+def warm_up(recipes: Sequence[str], lengths: Sequence[int], compiled: bool) -> None:
+    """Compile what the cases need, in parallel processes; failures show in the timed runs."""
+    jobs = []
+    for recipe in recipes:
+        # Compiled layers serve all lengths; the kernels of our attention do not.
+        jobs += [(recipe, length, compiled and length == lengths[0], OURS) for length in lengths]
+        jobs += [(recipe, lengths[0], True, run) for run in (CUDNN, FLASH) if compiled]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+
+    def start(job: tuple[Any, ...]) -> None:
+        code = f"from benchmarks.end_to_end import warm; warm(*{job!r})"
+        try:
+            subprocess.run(
+                [sys.executable, "-c", code], env=environment, timeout=WARM_UP_SECONDS,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"not compiled after {WARM_UP_SECONDS} s: {job}", flush=True)
+
+    with ThreadPoolExecutor(WARM_UP_PROCESSES) as pool:
+        list(pool.map(start, jobs))
 
 
-def order(lengths: Sequence[int]) -> list[tuple[int, str]]:
-    """Length and name of all runs; the slow references come last."""
-    return [
-        (length, name)
-        for slow in (False, True)
-        for length in lengths
-        for name in RUNS
-        if (name in (REFERENCE, YARDSTICK)) == slow
-        and (name != YARDSTICK or length <= YARDSTICK_UP_TO)
-    ]
+def prepare(
+    case: Case, runs: Sequence[str], plan: Plan, group: Processes
+) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """The contestants of a case by run, ready to be timed, and the errors of those that failed."""
+    ready, failed = {}, {}
+    for run in runs:
+        try:
+            contestant = Contestant(case, run, plan, group)
+            contestant.warm_up()
+            ready[run] = contestant
+        except Exception as problem:
+            failed[run] = in_short(problem)
+    return ready, failed
 
 
-def stepper(config: TrainConfig, model: ReLUFormer, group: Processes, told: bool) -> Step:
-    """A function that takes one step like the training loop and returns the loss []."""
-    learner, device = TrainerState(model, config, group), group.device
-    parallel = learner.parallel
-    if not told:
-        drop = {"source_lengths": None, "target_lengths": None}
-        parallel = dataclasses.replace(parallel, forward=lambda **given: model(**(given | drop)))
-    compiled = should_compile(config, device)
-    loss = torch.compile(translation_loss, dynamic=True) if compiled else translation_loss
-    objective = Objective(config, model.config, group, autocast(config, device), loss)
-    if should_use_graphs(config, group):
-        add = objective.add_gradients
-        graphs = Graphs(lambda batch, numbers: add(parallel, batch, numbers))
-        objective = dataclasses.replace(objective, replay=graphs)
-
-    def take(parts: list[Batch], step: int) -> Tensor:
-        torch.manual_seed(step_seed(config.seed, step, group.rank))
-        losses = objective.backward(parallel, parts, step)
-        learner.update(step, learning_rate(config, step))
-        return losses[0]
-
-    return take
-
-
-def train(
-    parts: int, recipe: Recipe, plan: Plan, data: list[Batch], start: dict[str, Any], told: bool
-) -> dict[str, Any]:
-    """Losses, speed and peak memory of one run."""
-    with processes(recipe.train.device) as group, torch_settings(recipe.train, group.device):
-        cuda = group.device.type == "cuda"
-        model = ReLUFormer(recipe.model_with(plan.vocabulary)).to(group.device)
-        # Softmax attention has no gamma and no threshold.
-        model.load_state_dict(start, strict=recipe.model.attention.kind == "relu")
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        take = stepper(recipe.train, model, group, told)
-        size, found, clock = math.ceil(len(data[0].source) / parts), [], []
-        for step, batch in enumerate(data, 1):
-            cuts = range(0, len(batch.source), size)
-            found.append(take([rows_of(batch, slice(at, at + size)) for at in cuts], step))
-            if step in (UNTIMED, len(data)):
-                # Synchronises the device.
-                found[-1].item()
-                clock.append(time.perf_counter())
+def attention_times(contestants: dict[str, Contestant], plan: Plan) -> dict[str, float]:
+    """Milliseconds that the attention calls of a step take alone, by run."""
+    calls = {run: contestant.attention_calls() for run, contestant in contestants.items()}
+    functions = {
+        f"{run}, {kind}": function
+        for run, kinds in calls.items()
+        for kind, (_, function) in kinds.items()
+    }
+    times = Clock(plan.device).rounds(functions, plan.rounds, 0.0)
     return {
-        "tokens_per_second": plan.tokens * (len(data) - UNTIMED) / (clock[1] - clock[0]),
-        **({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}),
-        "parts": parts,
-        "losses": [each.item() for each in found],
+        run: sum(
+            count * statistics.median(times[f"{run}, {kind}"]) for kind, (count, _) in kinds.items()
+        )
+        for run, kinds in calls.items()
     }
 
 
-def attempt(parts: int, *given: Any) -> dict[str, Any]:
-    """Result of `train`, with more parts when memory is short, or the error."""
+def measure(case: Case, runs: Sequence[str], plan: Plan, group: Processes) -> list[Row]:
+    """One row for each run of a case."""
+    ready, failed = prepare(case, runs, plan, group)
+    times: dict[str, list[float]] = {run: [] for run in ready}
+    for number in range(plan.rounds):
+        turn = number % max(len(ready), 1)
+        for run in [*ready][turn:] + [*ready][:turn]:
+            times[run].append(ready[run].milliseconds())
+    alone = attention_times(ready, plan)
+    head = head_of(case)
+    rows: list[Row] = [{**head, "run": run, "failed": reason} for run, reason in failed.items()]
+    for run, contestant in ready.items():
+        ms = statistics.median(times[run])
+        row = {**head, "run": run, "ms": ms, "tokens_per_second": plan.tokens / ms * 1e3}
+        row |= {"peak_gib": contestant.peak_gib, "attention_ms": alone[run]}
+        rows.append({**row, "share": alone[run] / ms})
+    by_run = {row["run"]: row for row in rows if "ms" in row}
+    opponents = [run for run in by_run if run != OURS]
+    if OURS in by_run and opponents:
+        best = min(opponents, key=lambda run: by_run[run]["ms"])
+        by_run[OURS] |= compare(by_run[OURS], by_run[best], ratio(times[OURS], times[best]))
+        if group.device.type == "cuda":
+            by_run[OURS]["sdpa_choice"] = sdpa_choice(ready[OURS].model, plan, case.length)
+    return rows
+
+
+def attempt(case: Case, runs: Sequence[str], plan: Plan, group: Processes) -> list[Row]:
+    """The rows of `measure`, or one row with the error."""
     try:
-        return train(parts, *given)
-    except torch.OutOfMemoryError:
-        retry = parts < 4
+        return measure(case, runs, plan, group)
     except Exception as problem:
-        return {"failed": in_short(problem)}
-    finally:
-        torch.compiler.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-    return attempt(2 * parts, *given) if retry else {"failed": "out of memory"}
+        return [{**head_of(case), "run": OURS, "failed": in_short(problem)}]
 
 
-def compare(rows: list[dict[str, Any]]) -> None:
-    """Add differences of losses and ratios of speed to the rows of one length."""
-    found = {row["run"]: row for row in rows if "losses" in row}
-    for name, row in found.items() if REFERENCE in found else ():
-        reference = found[REFERENCE]
-        row["x_reference"] = row["tokens_per_second"] / reference["tokens_per_second"]
-        if name.startswith("relu"):
-            pairs = zip(row["losses"], reference["losses"], strict=True)
-            row["rounding" if name == YARDSTICK else "apart"] = max(abs(a - b) for a, b in pairs)
+def head_of(case: Case) -> Row:
+    """The fields by which the rows of a case are found."""
+    return {"recipe": case.recipe, "length": case.length, "compiled": case.is_compiled}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def compare(ours: Row, best: Row, speed_up: float) -> Row:
+    """Our row's comparison with the fastest opponent; see the head of this file."""
+    rest = best["ms"] - best["attention_ms"]
+    return {
+        "opponent": best["run"],
+        "x_opponent": speed_up,
+        "x_memory": ours["peak_gib"] / best["peak_gib"] if best["peak_gib"] else 1.0,
+        "x_attention": best["attention_ms"] / ours["attention_ms"],
+        "ceiling_no_attention": best["ms"] / rest,
+        "ceiling_as_alone": best["ms"] / (rest + ours["attention_ms"]),
+    }
+
+
+def agreement(recipe: str, plan: Plan, group: Processes) -> Row:
+    """Differences between the losses of the kernels and those of the reference."""
+    length, settings = plan.lengths[0], (*plan.settings, "model.dropout=0.0", "train.graphs=false")
+    small = plan._replace(tokens=min(plan.tokens, AGREEMENT_TOKENS), settings=settings)
+    start: dict[str, Tensor] | None = None
+    losses: dict[str, Tensor] = {}
+    for run in (REFERENCE, YARDSTICK, OURS):
+        contestant = Contestant(Case(recipe, length), run, small, group, start)
+        start = start or {n: t.clone() for n, t in contestant.model.state_dict().items()}
+        losses[run] = torch.stack(contestant.steps(AGREEMENT_STEPS))
+    apart, rounding = (
+        float((losses[run] - losses[REFERENCE]).abs().max()) for run in (OURS, YARDSTICK)
+    )
+    return {"recipe": recipe, "length": length, "apart": apart, "rounding": rounding}
+
+
+def opponents_of(case: Case, rows: list[Row], plan: Plan) -> list[str]:
+    """Runs of softmax that a case is timed against."""
+    if plan.device == "cpu":
+        return [SDPA]
+    head = head_of(case._replace(is_compiled=False))
+    before = [row["opponent"] for row in rows if "opponent" in row and head.items() <= row.items()]
+    return before if case.is_compiled and before else [CUDNN, FLASH]
+
+
+def table(rows: list[Row]) -> str:
     """The results as a text table."""
-    forms = {"tokens_per_second": ",.0f", "x_reference": ".2f", "peak_gib": ".1f", "parts": "",
-             "apart": ".1e", "rounding": ".1e"}  # fmt: skip
-    lines = [f"length {'run':24}" + "".join(f"{name:>18}" for name in forms)]
+    forms = {"ms": ".2f", "tokens_per_second": ",.0f", "peak_gib": ".1f", "share": ".1%",
+             "x_opponent": ".3f", "x_memory": ".2f", "x_attention": ".2f",
+             "ceiling_no_attention": ".2f", "ceiling_as_alone": ".2f"}  # fmt: skip
+    titles = ("ms", "tokens/s", "GiB", "share", "x opponent", "x memory", "x attention",
+              "no attention", "as alone")  # fmt: skip
+    lines = [f"{'recipe':9} length {'':8} {'run':15}" + "".join(f"{each:>13}" for each in titles)]
     for row in rows:
         cells = [
-            f"{format(row[name], form) if name in row else '':>18}" for name, form in forms.items()
+            f"{format(row[name], form) if name in row else '':>13}" for name, form in forms.items()
         ]
-        lines.append(f"{row['length']:6} {row['run']:24}{row.get('failed', ''.join(cells))[:130]}")
+        compiled = "compiled" if row["compiled"] else "eager"
+        lines.append(
+            f"{row['recipe']:9} {row['length']:6} {compiled:8} {row['run']:15}"
+            f"{row.get('failed', ''.join(cells))[:130]}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Train all runs within the time limit, write JSON and print a table."""
+    """Measure all cases within the time limit, write JSON after each and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(
-        "--seconds", type=float, default=80.0, help="time after which no run starts"
-    )
-    parser.add_argument("--compile", action="store_true", help="compile layers; takes minutes")
-    parser.add_argument("--lengths", type=int, nargs="+", help="default: 512 to 4096")
+    parser.add_argument("--seconds", type=float, default=240.0, help="no case starts after this")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--recipes", nargs="+", choices=VOCABULARIES, default=[*VOCABULARIES])
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 512 1024 4096")
     parser.add_argument("--quick", action="store_true", help="toy sizes on a CPU")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     begin = time.monotonic()
-    plan, device = (TOY, torch.device("cpu")) if arguments.quick else (GPU, torch.device("cuda"))
-    # A short warm-up, so that some steps have the full learning rate.
-    settings = ["model.dropout=0.0", "train.warmup=10", *plan.overrides]
-    settings.append(f"train.compile={str(arguments.compile).lower()}")
-    recipes = {name: load_recipe(RECIPE, [*settings, *own]) for name, own in RUNS.items()}
-    report: dict[str, Any] = {"commit": commit(), "machine": info(), "settings": settings}
-    report["rows"] = rows = []
-    begin_with = cache(partial(start, plan, recipes[REFERENCE], device))
-    for length, name in order(arguments.lengths or plan.lengths):
-        row: dict[str, Any] = {"failed": "no time left"}
-        if time.monotonic() - begin < arguments.seconds:
-            data, weights = begin_with(length)
-            row = attempt(1, recipes[name], plan, data, weights, not name.endswith(UNTOLD))
-        rows.append({"length": length, "run": name, **row})
-        compare([each for each in rows if each["length"] == length])
-        write_json(arguments.out, {**report, "seconds": time.monotonic() - begin})
-        print(f"{time.monotonic() - begin:5.0f} s: {length}, {name}", flush=True)
-    print(table(sorted(rows, key=lambda row: row["length"])))
+    plan = TOY if options.quick else GPU
+    plan = plan._replace(lengths=tuple(options.lengths or plan.lengths))
+    compiled = options.compile and plan.device == "cuda"
+    report: dict[str, Any] = {"commit": commit(), "machine": info(), "plan": plan._asdict()}
+    report |= {"rows": (rows := []), "agreement": (agreements := []), "left_out": (left := [])}
+
+    def write(done: str) -> None:
+        elapsed = time.monotonic() - begin
+        write_json(options.out, {**report, "seconds": elapsed})
+        print(f"{elapsed:5.0f} s: {done}", flush=True)
+
+    if plan.device == "cuda":
+        warm_up(options.recipes, plan.lengths, compiled)
+        write("compiled")
+    with processes(plan.device) as group, torch_settings(TrainConfig(), group.device):
+        for case in cases(options.recipes, plan.lengths, compiled):
+            if time.monotonic() - begin > options.seconds:
+                left.append(case._asdict())
+                continue
+            # Compiled code has the kernel that SDPA took when it was traced.
+            torch.compiler.reset()
+            rows += attempt(case, [OURS, *opponents_of(case, rows, plan)], plan, group)
+            gc.collect()
+            torch.cuda.empty_cache()
+            write(", ".join(map(str, case)))
+        for recipe in options.recipes:
+            agreements.append(agreement(recipe, plan, group))
+            write(f"{recipe}, agreement")
+    print(table(rows))
+    for row in agreements:
+        print(f"{row['recipe']}: apart {row['apart']:.1e}, rounding {row['rounding']:.1e}")
+    if left:
+        print(f"no time for {len(left)} cases")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ SLOW = (
     "tests/test_cli.py::test_a_full_disk",
     "tests/test_cli.py::test_any_bytes",
     "tests/test_cli.py::test_two_ranks",
-    "tests/test_end_to_end.py",
     "tests/train/test_alignment.py",
     "tests/train/test_data_parallel.py",
     "tests/train/test_kill.py",

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-# The model of a benchmark, which is no benchmark itself.
-MODULES = ("__init__", "ctranslate2_model")
+# Models of benchmarks, which are no benchmarks themselves.
+MODULES = ("__init__", "ctranslate2_model", "end_to_end_model")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in MODULES)
 
 
