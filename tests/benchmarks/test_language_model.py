@@ -2,6 +2,7 @@
 
 import json
 import lzma
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks import (  # noqa: E402  # after the checks for the packages
     language_model,
     language_model_data,
     language_model_plot,
+    language_model_speed,
 )
 from reluformer.hf.layers import layer_attentions  # noqa: E402
 
@@ -96,15 +98,41 @@ def test_the_figure_has_the_differences_of_all_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_tiny_speed_table(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    language_model.main(["speed", "--tiny", "--repetitions", "1", "--out", str(out)])
+    arguments = ["speed", "--tiny", "--repetitions", "1", "--lengths", "32", "64"]
+    language_model.main([*arguments, "--tokens", "64", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    assert [row["attention"] for row in rows[:4]] == [
-        "sdpa",
-        "normalised_relu",
-        "kernel called directly",
-        "relu",
-    ]
-    assert all(row["step_tokens_per_second"] > 0 for row in rows)
+    names = ["sdpa", "normalised_relu", "kernel called directly", "relu"]
+    assert [row["attention"] for row in rows] == 2 * names
+    assert [(row["length"], row["batch"]) for row in rows[::4]] == [(32, 2), (64, 1)]
+    assert all(row["step_tokens_per_second"] > 0 and row["attention_share"] > 0 for row in rows)
+    assert all(("step_speed_up" in row) == (row["attention"] != "sdpa") for row in rows)
+
+
+def test_an_attention_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = language_model_speed.Contestant.step
+
+    def failing(self: language_model_speed.Contestant) -> None:
+        if self.attention == "sdpa":
+            raise RuntimeError("no kernel\nwith details")
+        step(self)
+
+    monkeypatch.setattr(language_model_speed.Contestant, "step", failing)
+    options = Namespace(tokens=32, compile=False, repetitions=1, attentions=["sdpa", "relu"])
+    first, second = language_model_speed.speed_rows(language_model.TINY, 16, options)
+    assert first["error"] == "RuntimeError: no kernel"
+    assert second["step_tokens_per_second"] > 0 and "step_speed_up" not in second
+
+
+def test_speed_ups_are_bounded_by_the_share_of_the_attention() -> None:
+    softmax = {"attention": "sdpa", "step_ms": 100.0, "attention_ms": 50.0}
+    relu = {"attention": "relu", "step_ms": 80.0, "attention_ms": 25.0}
+    times = {"sdpa": [100.0, 110.0, 90.0], "relu": [80.0, 80.0, 90.0]}
+    row = language_model_speed.compare(relu, [softmax, relu], (times, times))
+    assert row["step_speed_up"] == row["prefill_speed_up"] == 1.25
+    assert row["attention_speed_up"] == 2.0
+    assert row["step_ceiling_as_alone"] == pytest.approx(4 / 3)
+    assert row["step_ceiling_no_attention"] == 2.0
+    assert language_model_speed.compare(softmax, [softmax, relu], (times, times)) == softmax
 
 
 def test_without_data_the_command_says_so(tmp_path: Path) -> None:

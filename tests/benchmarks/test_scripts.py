@@ -11,7 +11,13 @@ pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 # Models of benchmarks, which are no benchmarks themselves.
-MODULES = ("__init__", "ctranslate2_model", "end_to_end_model")
+MODULES = (
+    "__init__",
+    "ctranslate2_model",
+    "end_to_end_model",
+    "language_model_build",
+    "language_model_speed",
+)
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in MODULES)
 
 
