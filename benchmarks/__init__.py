@@ -11,5 +11,6 @@ model_card, length_penalty        scores of the shipped model on test, and on de
 race                              two checkouts against each other
 sparsity, dropout_gap             trained models: empty blocks of weights, effects of dropout
 curves                            curves of the runs of a study
-kill_and_resume, sanitize         robustness: killed commands, full disks, compute-sanitizer
+kill_and_resume                   robustness: killed commands, full disks
+repeat, sanitize                  kernels: equal bits in thousands of calls, compute-sanitizer
 """

@@ -247,8 +247,11 @@ def main() -> None:
     plan = TOY if options.quick else GPU
     plan = plan._replace(lengths=tuple(options.lengths or plan.lengths))
     compiled = options.compile and plan.device == "cuda"
+    rows: list[Row] = []
+    agreements: list[Row] = []
+    left: list[Row] = []
     report: dict[str, Any] = {"commit": commit(), "machine": info(), "plan": plan._asdict()}
-    report |= {"rows": (rows := []), "agreement": (agreements := []), "left_out": (left := [])}
+    report |= {"rows": rows, "agreement": agreements, "left_out": left}
 
     def write(done: str) -> None:
         elapsed = time.monotonic() - begin

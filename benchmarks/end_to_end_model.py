@@ -24,7 +24,7 @@ from reluformer.model.recording import record_arguments
 from reluformer.ops.api import attend
 from reluformer.ops.call import Call
 from reluformer.ops.visibility import Visibility
-from reluformer.processes import Processes
+from reluformer.processes import DeviceKind, Processes
 from reluformer.train.cuda_graph import Graphs
 from reluformer.train.initialise import autocast
 from reluformer.train.objective import Objective, inputs
@@ -51,7 +51,7 @@ UNTIMED, TIMED = 3, 2
 class Plan(NamedTuple):
     """Size of a measurement."""
 
-    device: str
+    device: DeviceKind
     lengths: tuple[int, ...]
     tokens: int
     vocabulary: int

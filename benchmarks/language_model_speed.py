@@ -55,7 +55,7 @@ def build_for_speed(size: Size, attention: str, length: int) -> nn.Module:
     if attention == DIRECT:
         for layer in model.model.layers:  # type: ignore[union-attr]
             threshold = nn.Parameter(torch.full((size.heads,), -4.0))
-            layer.self_attn.direct_threshold = threshold  # type: ignore[union-attr]
+            layer.self_attn.direct_threshold = threshold
     return model
 
 
@@ -101,7 +101,7 @@ class Contestant:
 
     def attention_call(self) -> Callable[[], None]:
         """Forward and backward of the attention of one layer alone, called as by transformers."""
-        module = self.model.model.layers[0].self_attn  # type: ignore[union-attr]
+        module = self.model.model.layers[0].self_attn  # type: ignore[union-attr,index]
         attend = ALL_ATTENTION_FUNCTIONS[self.attention]
         batch, length = self.shape
         heads, width = self.size.heads, self.size.width // self.size.heads

@@ -276,7 +276,11 @@ def main() -> None:
         row["is_right"] = "digest" in row and row["is_checked"] and is_within(row)
     counts = summary(rows)
     missing = 2 * len(jobs) - len(rows)
-    report = {"commit": commit(), "machine": info(), "seconds": time.monotonic() - begin}
+    report: dict[str, Any] = {
+        "commit": commit(),
+        "machine": info(),
+        "seconds": time.monotonic() - begin,
+    }
     report |= {"runs": done, "shapes_without_time": missing, "variants": counts, "shapes": rows}
     write_json(options.out, report)
     print(f"{'rule':14}{'mask':17}" + "".join(f"{name:>10}" for name in list(counts[0])[2:]))

@@ -1,162 +1,53 @@
 """Run the Triton kernels on small odd shapes under NVIDIA's compute-sanitizer.
 
-    python -m benchmarks.sanitize
+    python -m benchmarks.sanitize --out sanitize.json
 
-memcheck looks for accesses out of bounds, racecheck for hazards in shared memory. Every tensor has
-its own allocation of its exact size. A first run without a tool compiles all kernels. memcheck
-must report a canary kernel that writes out of bounds. initcheck is not used, because it must trace
-all kernels of torch; the tests fill fresh memory with NaN instead. Prints a line for each tool.
-The exit status is 1 if a tool reports an error or does not finish, and 2 without
-compute-sanitizer.
+memcheck looks for accesses out of bounds, racecheck for hazards in shared memory, synccheck for
+wrong barriers, initcheck for reads of memory that nothing wrote. First, memcheck must report a
+canary kernel that writes out of bounds; where it does not, compute-sanitizer does not work, and
+the exit status is 2. A run without a tool then compiles all kernels and lists those it launched
+(`benchmarks.sanitize_calls`). The exit status is 1 if a tool reports a kernel of this package or
+does not finish in time.
 """
 
 import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
-
-from reluformer import decode_attention
-from reluformer.ops.backends.triton import op, tuning
-from reluformer.ops.call import Call, Packing
-from reluformer.ops.rule import Rectified
-from reluformer.ops.visibility import Visibility
-from tests.ops.backends.triton.portable import test_decode, test_decode_gpu
-from tests.ops.rectified import CASES, Arguments, Case, arguments, found
+from benchmarks.sanitize_calls import SHARES, canary_kernel
+from reluformer.files import write_json
+from reluformer.info import commit, info
 
 ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ("memcheck", "synccheck", "racecheck", "initcheck")
 # This tool reports the hand-over to specialised warps that Triton generates.
 PORTABLE_ONLY = "racecheck"
-SMALL = (
-    "causal window",
-    "causal padding, nothing",
-    "mask",
-    "groups",
-    "thresholds",
-    "widths",
-    "divided, padding, nothing",
-    "divided, groups",
-    "divided, mask",
-)
-WIDE = Case("tiles", queries=283, keys=301, width=64, value_width=64, heads=4)
-DENSE = [
-    *(case for case in CASES if case.name in SMALL),
-    WIDE,
-    replace(WIDE, causal=True, statistics=1, gamma=True),
-    replace(WIDE, width=128, value_width=128, batch=2, key_lengths=(301, 77), causal=True),
-    replace(WIDE, power=4, threshold=-1.0, causal=True, row_normalise=1e-4),
-    replace(WIDE, statistics=2, kv_heads=2),
-]
-# Number of processes; compilation dominates.
-SHARES = 8
-ERROR_STATUS, TIME_LIMIT = 86, 400
+# This tool must see all writes, also those of torch's kernels.
+ALL_KERNELS = "initcheck"
+ERROR_STATUS, TIME_UP, CANARY_SECONDS = 86, 124, 60.0
 
 
-def exact(given: Arguments) -> Arguments:
-    """The same call on tensors with their own allocations."""
-    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in given.leaves.items()}
-    given.options |= {name: leaf for name, leaf in leaves.items() if name in given.options}
-    return Arguments(leaves, given.options, given.cotangents)
+class Done(NamedTuple):
+    """A process that ended."""
 
-
-def work(
-    share: int,
-    *,
-    hopper: bool = True,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-) -> int:
-    """Run one share of the calls: dense and packed with gradients, decoding from rows and pages.
-
-    All shares together launch every kernel.
-
-    Returns:
-        The number of checked outputs.
-    """
-    torch.manual_seed(0)
-    outputs = _dense(DENSE[share::SHARES], hopper, device, dtype)
-    if share == SHARES - 1:
-        outputs += _packed(hopper, device, dtype) + _dropout_and_decoding(device, dtype)
-    torch.cuda.synchronize()
-    assert all(bool(output.isfinite().all()) for output in outputs)
-    return len(outputs)
-
-
-def _dense(cases: list[Case], hopper: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
-    outputs: list[Tensor] = []
-    for case in cases:
-        # Descriptors or pointers, with either memory layout; the second launch reuses the first.
-        for tma in (None, False):
-            given = exact(arguments(case, dtype, device, transposed=tma is None))
-            for sign_bytes in (0, 1 << 20):
-                # Hopper kernels run where they can: head widths 64 and 128, by descriptors.
-                chosen = hopper and sign_bytes > 0
-                with tuning.override(tma=tma, sign_bytes=sign_bytes, hopper=chosen):
-                    for _ in range(2):
-                        outputs += found(op.attend, given)[0]
-    return outputs
-
-
-def _packed(hopper: bool, device: str, dtype: torch.dtype) -> list[Tensor]:
-    outputs: list[Tensor] = []
-    ends = torch.tensor([0, 283, 283, 300, 431], device=device, dtype=torch.int32)
-    packing = Packing(ends, ends, 283, 283)
-    for width in (64, 128):
-        q, k, v = torch.randn(3, 440, 4, width, device=device).to(dtype).clone().unbind()
-        leaves = [each.requires_grad_() for each in (q, k, v)]
-        for causal, row_normalise in product((False, True), (None, 0.1)):
-            with tuning.override(hopper=hopper):
-                visibility = Visibility(causal=causal)
-                call = Call(q, k, v, visibility, 0.1, return_sums="row_sum", packing=packing)
-                output = op.attend(call, Rectified(row_normalise=row_normalise)).output
-                outputs += [output, *torch.autograd.grad(output.float().square().sum(), leaves)]
-    return outputs
-
-
-def _dropout_and_decoding(device: str, dtype: torch.dtype) -> list[Tensor]:
-    outputs: list[Tensor] = []
-    dropped = exact(arguments(replace(WIDE, causal=True), dtype, device))
-    dropped.options["dropout_p"] = 0.3
-    for row_normalise in (None, 0.1):
-        dropped.options["row_normalise"] = row_normalise
-        outputs += found(op.attend, dropped)[0]
-    for case in test_decode.CASES:
-        given = exact(arguments(case, dtype, device))
-        outputs += test_decode.results(given, tuning.Tile(16, 32, 4, 2))
-    for queries in (1, 5):
-        q = torch.randn(3, 8, queries, 64, device=device).to(dtype)
-        cache = test_decode_gpu.filled(64, dtype)
-        for row_normalise in (None, 0.01):
-            options = {"threshold": 0.3, "row_normalise": row_normalise}
-            outputs.append(decode_attention(q, cache, impl="triton", **options))
-    return outputs
-
-
-@triton.jit
-def canary_kernel(out):
-    """Write 61 elements beyond the end of `out`."""
-    tl.store(out + tl.arange(0, 64), 1.0)
+    status: int
+    """Exit status, or `TIME_UP`."""
+    output: str
 
 
 def kernel_names() -> list[str]:
-    """Names of the canary and of all kernels of the package."""
+    """Names of all kernels of the package."""
     folder = ROOT / "reluformer" / "ops" / "backends" / "triton"
     sources = (path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
-    names = (
-        name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.M)
-    )
-    return [canary_kernel.fn.__name__, *names]
+    return [name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)]
 
 
 def find_sanitizer() -> str | None:
@@ -166,73 +57,123 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join(paths))
 
 
-Done = tuple[int, str, float]
-"""Exit status, output and duration in seconds of a process."""
+def prefix(sanitizer: str, tool: str) -> list[str]:
+    """The command that runs a process under a tool."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_STATUS)]
+    command += ["--report-api-errors", "no"]
+    if tool != ALL_KERNELS:
+        for name in (canary_kernel.fn.__name__, *kernel_names()):
+            command += ["--kernel-name", f"kns={name}"]
+    return command
 
 
-def run_shares(prefix: list[str], task: str) -> Done:
-    """Run a task, one process for each share; return a failed process, or the slowest."""
-    shares = range(SHARES if task == "work" else 1)
-    with ThreadPoolExecutor(SHARES) as pool:
-        done = list(pool.map(lambda share: run_share(prefix, task, share), shares))
-    return max(done, key=lambda result: (result[0] != 0, result[2]))
-
-
-def run_share(prefix: list[str], task: str, share: int) -> Done:
-    """Run one share of a task in a new process."""
+def run(command: list[str], seconds: float) -> Done:
+    """Run a command in a process group of its own, which ends with it."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    command = [*prefix, sys.executable, "-m", "benchmarks.sanitize", "--task", task]
-    command += ["--share", str(share), *(["--plain"] if PORTABLE_ONLY in prefix else [])]
-    begin = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, process_group=0,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=TIME_LIMIT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        output, _ = process.communicate(timeout=max(seconds, 0.0))
     except subprocess.TimeoutExpired:
-        return 124, f"not finished after {TIME_LIMIT} s", time.monotonic() - begin
-    return done.returncode, done.stdout, time.monotonic() - begin
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Done(TIME_UP, f"{output}\nnot finished after {seconds:.0f} s")
+    return Done(process.returncode, output)
 
 
-def verdict(tool: str, status: int, output: str, seconds: float) -> str:
-    """One line about a tool."""
+def run_shares(task: str, sanitizer: list[str], options: list[str], seconds: float) -> list[Done]:
+    """Run a task of `benchmarks.sanitize_calls` for all shares, one process each."""
+    command = [*sanitizer, sys.executable, "-m", "benchmarks.sanitize_calls", task, *options]
+    with ThreadPoolExecutor(SHARES) as pool:
+        commands = [[*command, "--share", str(share)] for share in range(SHARES)]
+        return list(pool.map(lambda each: run(each, seconds), commands))
+
+
+def reports(outputs: list[str]) -> dict[str, int]:
+    """Number of lines that report a place in a kernel of this package, by kernel."""
+    counts = dict.fromkeys(kernel_names(), 0)
+    for output in outputs:
+        for name in re.findall(r"\bat (\w+_kernel)\b", output):
+            if name in counts:
+                counts[name] += 1
+    return counts
+
+
+def verdict(tool: str, done: list[Done]) -> dict[str, Any]:
+    """Result of a tool: its verdict, and the reports by kernel."""
+    counts = reports([each.output for each in done])
+    # initcheck may report torch's own kernels; its exit status is then not about ours.
+    allowed = (0, ERROR_STATUS) if tool == ALL_KERNELS else (0,)
+    late = sum(each.status == TIME_UP for each in done)
+    bad = next((each for each in done if each.status not in (*allowed, TIME_UP)), None)
+    if any(counts.values()):
+        word = "reported errors"
+    elif bad is not None:
+        word = f"failed ({bad.status}): {last_line(bad.output)}"
+    else:
+        word = f"not finished: {late} of {len(done)} processes" if late else "clean"
+    return {"tool": tool, "verdict": word, "reports": {k: n for k, n in counts.items() if n}}
+
+
+def last_line(output: str) -> str:
+    """The last line with an error or, without one, the last line."""
     lines = [line.strip("= ") for line in output.splitlines() if line.strip("= ")]
-    summary = [line for line in lines if "SUMMARY" in line] or lines[-1:] or ["no output"]
-    word = {0: "clean", ERROR_STATUS: "REPORTED ERRORS"}.get(status, f"FAILED ({status})")
-    return f"{tool}: {word} in {seconds:.0f} s: {summary[-1]}"
+    errors = [line for line in lines if "error" in line.lower() or "not supported" in line.lower()]
+    return (errors or lines or ["no output"])[-1][:200]
+
+
+def by_kernel(launched: set[str], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each kernel: whether it was launched, and the verdict of each tool."""
+    rows = []
+    for name in kernel_names():
+        row: dict[str, Any] = {"kernel": name, "launched": name in launched}
+        for result in results:
+            is_left_out = result["tool"] == PORTABLE_ONLY and name.startswith("hopper")
+            count = result["reports"].get(name, 0)
+            finished = result["verdict"] in ("clean", "reported errors")
+            word = f"{count} reports" if count else "clean" if finished else "not finished"
+            row[result["tool"]] = "not run" if is_left_out or name not in launched else word
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
-    """Compile all kernels, then run each tool."""
+    """Try the canary, compile all kernels, then run each tool within the time limit."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck"])
-    parser.add_argument("--task", choices=["work", "canary"], help="run one task in this process")
-    parser.add_argument("--plain", action="store_true", help="portable kernels only")
-    parser.add_argument("--share", type=int, default=0, help=f"number of the share, below {SHARES}")
-    arguments = parser.parse_args()
-    if arguments.task == "work":
-        print(f"{work(arguments.share, hopper=not arguments.plain)} outputs")
-        return 0
-    if arguments.task == "canary":
-        canary_kernel[(1,)](torch.zeros(3, device="cuda"))
-        torch.cuda.synchronize()
-        return 0
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--seconds", type=float, default=400.0, help="time limit")
+    options = parser.parse_args()
+    end = (begin := time.monotonic()) + options.seconds
     sanitizer = find_sanitizer()
     if sanitizer is None:
         print("compute-sanitizer is not in PATH or CUDA_HOME; install the CUDA toolkit")
         return 2
-    common = ["--error-exitcode", str(ERROR_STATUS), "--report-api-errors", "no"]
-    rounds = [("no tool", "work", 0), ("memcheck", "canary", ERROR_STATUS)]
-    worst = 0
-    for tool, task, wanted in rounds + [(tool, "work", 0) for tool in arguments.tools]:
-        only = [word for name in kernel_names() for word in ("--kernel-name", f"kns={name}")]
-        prefix = [] if tool == "no tool" else [sanitizer, "--tool", tool, *common, *only]
-        status, output, seconds = run_shares(prefix, task)
-        if status != wanted:
-            worst = 1
-            print("\n".join(output.splitlines()[-40:]))
-        print(f"{task}, {verdict(tool, status, output, seconds)}", flush=True)
-    return worst
+    calls = [sys.executable, "-m", "benchmarks.sanitize_calls"]
+    canary = run([*prefix(sanitizer, "memcheck"), *calls, "canary"], CANARY_SECONDS)
+    if canary.status != ERROR_STATUS:
+        print(f"compute-sanitizer does not work on this machine: {last_line(canary.output)}")
+        return 2
+    compiled = run_shares("compile", [], [], end - time.monotonic())
+    launched = {name for name in kernel_names() for each in compiled if f'"{name}"' in each.output}
+    results = [verdict("no tool", compiled)]
+    report: dict[str, Any] = {"commit": commit(), "machine": info(), "canary": "reported"}
+    for tool in options.tools:
+        print(f"{time.monotonic() - begin:5.0f} s: {results[-1]['verdict']}", flush=True)
+        portable = ["--portable"] if tool == PORTABLE_ONLY else []
+        done = run_shares("work", prefix(sanitizer, tool), portable, end - time.monotonic())
+        results.append(verdict(tool, done))
+        report |= {"seconds": time.monotonic() - begin, "tools": results}
+        report["kernels"] = by_kernel(launched, results[1:])
+        write_json(options.out, report)
+    for row in report["kernels"]:
+        print(", ".join(f"{key} {value}" for key, value in row.items()))
+    for result in results:
+        print(f"{result['tool']}: {result['verdict']}")
+    is_clean = all(result["verdict"] == "clean" for result in results)
+    return 0 if is_clean and all(row["launched"] for row in report["kernels"]) else 1
 
 
 if __name__ == "__main__":
