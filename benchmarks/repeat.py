@@ -11,7 +11,6 @@ the first result of its shape, and the first must have those that were compared 
 """
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import random
@@ -68,8 +67,8 @@ class Plan(NamedTuple):
     processes: int
 
 
-# Each process needs up to 10 GiB for the reference in float64.
-GPU = Plan("cuda", torch.bfloat16, 12, 1, 12)
+# Each process needs up to 7 GiB for the reference in float64.
+GPU = Plan("cuda", torch.bfloat16, 8, 1, 15)
 TOY = Plan("cpu", torch.float32, 4, 64, 1)
 
 
@@ -139,12 +138,13 @@ def _visibility(mask: str, length: int, plan: Plan) -> dict[str, Any]:
     return {**options, "window": length // 4} if mask == "window" else options
 
 
-def digest(results: Results) -> str:
-    """Checksum of the bits of all results."""
-    sha = hashlib.sha256()
+def digest(results: Results) -> list[int]:
+    """A checksum of the bits of each result: the sum of all elements times their positions."""
+    sums = []
     for tensor in results:
-        sha.update(_bits(tensor).contiguous().cpu().numpy().tobytes())
-    return sha.hexdigest()
+        bits = _bits(tensor).long().flatten()
+        sums.append(int((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()))
+    return sums
 
 
 def _bits(tensor: Tensor) -> Tensor:
