@@ -47,7 +47,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
         curves = [points(result, "curve", "loss") for result in results]
         devs = [points(result, "dev", "dev_loss") for result in results]
         for result, colour, curve, dev in zip(results, COLOURS, curves, devs, strict=False):
-            label = LABELS.get(result["attention"], result["attention"])
+            label = _label(result)
             final = result["dev"][-1]["dev_loss"]
             losses.plot(*_xy(curve), color=colour, label=f"{label}: dev {final:.3f}")
             losses.plot(*_xy(dev), "o", color=colour, markersize=4)
@@ -57,8 +57,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
         lowest = min(min(curve.values()) for curve in curves)
         losses.set_ylim(lowest - 0.1, lowest + 2.0)
         losses.set_title("loss, nats per token")
-        baseline = results[0]["attention"]
-        gaps.set_title(f"difference from {LABELS.get(baseline, baseline)}, nats")
+        gaps.set_title(f"difference from {_label(results[0])}, nats")
         gaps.axhline(0, color=COLOURS[0])
         gaps.plot([], [], color="#999999", label="training text")
         gaps.plot([], [], "o", color="#999999", markersize=4, label="dev text")
@@ -69,6 +68,12 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
             axis.legend(loc="upper right", edgecolor="none", framealpha=1)
         with atomic_path(out) as partial:
             figure.savefig(partial, format=out.suffix[1:], metadata={"Date": None})
+
+
+def _label(result: dict[str, Any]) -> str:
+    """Name of the attention and the options that were set."""
+    options = [f"{name} {value}" for name, value in result.get("options", {}).items()]
+    return ", ".join([LABELS.get(result["attention"], result["attention"]), *options])
 
 
 def _xy(losses: Points) -> tuple[list[float], list[float]]:
