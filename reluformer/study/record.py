@@ -11,7 +11,7 @@ from reluformer.errors import UserError
 from reluformer.files import write_text
 from reluformer.reading import JSON_LIMIT, parse_json, read_text
 from reluformer.study.cells import Outcome
-from reluformer.study.findings import Comparison
+from reluformer.study.findings import Comparison, Table
 
 SUFFIX = ".study.json"
 MAPS_SUFFIX = ".maps.json"
@@ -36,6 +36,8 @@ class StudyRecord:
     comparisons: list[Comparison] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Cells of the last call that failed, and why."""
+    tables: list[Table] = field(default_factory=list)
+    """Tables as printed, with means and deviations over seeds."""
 
     @property
     def device_minutes(self) -> float:

@@ -28,7 +28,7 @@ from reluformer.info import commit, info
 from reluformer.study.budgets import Budget
 from reluformer.study.cells import Cell, Outcome, Outcomes, load_outcome
 from reluformer.study.corpora import TESTS, find_corpora
-from reluformer.study.definition import Plan, Study
+from reluformer.study.definition import Plan, Results, Study
 from reluformer.study.estimate import estimate
 from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import Comparison
@@ -275,6 +275,7 @@ def _conclude(run: _Run, study: Study) -> StudyRecord:
         failed=dict(run.queue.failed),
         outcomes=ended,
         comparisons=comparisons,
+        tables=run.study.conclude(Results(ended, comparisons)).tables,
     )
 
 

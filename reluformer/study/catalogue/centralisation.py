@@ -14,7 +14,11 @@ _ATTENTIONS = ("softmax", "default", "paper")
 def _plan(plan: Plan) -> list[Cell]:
     """Models that `ffn` and `attention` train."""
     budget = plan.budget
-    memories = [sentence_cell(budget, memory=memory) for memory in MEMORIES]
+    memories = [
+        sentence_cell(budget, memory=memory, seed=seed)
+        for seed in budget.seeds
+        for memory in MEMORIES
+    ]
     attentions = [
         sentence_cell(budget, attention=attention, rate=best_rate(plan, attention))
         for attention in _ATTENTIONS[1:]
@@ -23,16 +27,19 @@ def _plan(plan: Plan) -> list[Cell]:
 
 
 def _curves(outcomes: list[Outcome], part: str) -> list[Series]:
-    """Top-p % curves, means over the layers."""
-    series = []
+    """Top-p % curves, means over layers and seeds."""
+    label = "memory" if part == "memories" else "attention"
+    shares: dict[str, list[list[float]]] = {}
+    percents: list[float] = []
     for outcome in outcomes:
         inspection = outcome.detail.get("inspection", {})
-        shares = [item["top_share"] for item in inspection.get(part, [])]
-        if shares:
-            means = [sum(column) / len(shares) for column in zip(*shares, strict=True)]
-            label = "memory" if part == "memories" else "attention"
-            series.append(Series(str(outcome.labels[label]), inspection["percents"], means))
-    return series
+        for item in inspection.get(part, []):
+            percents = inspection["percents"]
+            shares.setdefault(str(outcome.labels[label]), []).append(item["top_share"])
+    return [
+        Series(name, percents, [sum(column) / len(rows) for column in zip(*rows, strict=True)])
+        for name, rows in shares.items()
+    ]
 
 
 def _conclude(results: Results) -> Findings:
