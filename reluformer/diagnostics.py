@@ -17,7 +17,7 @@ from reluformer.model.base import Model
 from reluformer.model.blocks import AttentionBranch, MemoryBranch
 from reluformer.model.memory import KeyValueMemory
 from reluformer.model.records import AttentionRecord
-from reluformer.ops import Stats
+from reluformer.ops.stats import Stats, has_weight
 
 Batch = Mapping[str, Any]
 
@@ -166,7 +166,7 @@ def _attention_report(record: AttentionRecord) -> AttentionReport:
     stats, weights = record.stats, record.weights
     assert isinstance(stats, Stats) and weights is not None
     rows = (record.valid & (stats.visible > 0)).expand_as(stats.row_sum)
-    dead = rows & (stats.row_sum == 0)
+    dead = ~has_weight(stats.row_sum)
 
     def mean(values: Tensor) -> float:
         return float(values[rows].double().mean())

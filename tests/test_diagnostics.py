@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from reluformer import diagnostics
+from reluformer.inspection.measure import _attention as head_measures
 from reluformer.model import ReLUFormer, ReLUFormerLM
+from reluformer.model.losses import attention_losses
+from reluformer.model.records import AttentionRecord
+from reluformer.ops.stats import summarise
+from reluformer.train.attention_stats import sum_over_rows
 from tests.model.factory import batch, small, tokens
 
 
@@ -14,6 +19,20 @@ def test_top_share_counts_the_heaviest_slots() -> None:
     assert diagnostics.top_share(weights, percent=50).tolist() == pytest.approx([1.0, 0.0, 0.7])
     seen = torch.tensor([3, 3, 2])
     assert diagnostics.top_share(weights, 50, n=seen).tolist() == pytest.approx([1.0, 0.0, 0.5])
+
+
+def test_a_row_whose_sum_underflows_is_dead_for_every_statistic_and_loss() -> None:
+    weights = torch.tensor([[0.0, 0.0], [1e-44, 1e-39], [0.25, 0.5], [0.0, 1e-30]]).view(1, 1, 4, 2)
+    read = AttentionRecord(
+        "encoder", 0, summarise(weights, None), torch.ones(1, 1, 4).bool(), weights
+    )
+    dead = float(attention_losses([read]).dead_rows)
+    assert dead == 0.5
+    assert float(sum_over_rows([read])[3]) / 4 == dead
+    assert diagnostics._attention_report(read).dead_rows == dead
+    tokens = {"source_lengths": torch.tensor([2])}
+    values = {"encoder.0": torch.randn(1, 2, 1, 4)}
+    assert head_measures(read, values, tokens, [50]).heads[0].dead_rows == dead
 
 
 def test_anisotropy_of_known_directions() -> None:

@@ -11,7 +11,7 @@ from reluformer.model.recording import recorded_stats, select_rows
 from reluformer.model.records import AttentionRecord
 from reluformer.ops.api import attend
 from reluformer.ops.call import Call
-from reluformer.ops.stats import Stats
+from reluformer.ops.stats import Stats, has_weight
 from reluformer.ops.visibility import Visibility
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def summarise(records: Iterable[AttentionRecord]) -> AttentionSummary | None:
         stats = each.stats
         assert isinstance(stats, Stats)
         rows = (each.valid & (stats.visible > 0)).expand_as(stats.row_sum)
-        values = (stats.row_sum, stats.entropy, stats.zeros, stats.row_sum == 0)
+        values = (stats.row_sum, stats.entropy, stats.zeros, ~has_weight(stats.row_sum))
         for column, value in zip(columns, values, strict=True):
             column.append(value[rows].float())
     if not columns[0] or not sum(part.numel() for part in columns[0]):

@@ -23,7 +23,7 @@ from reluformer.diagnostics import (
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.base import Model
 from reluformer.model.records import AttentionRecord
-from reluformer.ops import Stats
+from reluformer.ops.stats import Stats, has_weight
 
 PERCENTS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 """Shares of the slots, in percent, at which the top-p % curve is evaluated."""
@@ -146,7 +146,7 @@ def _attention(
                 row_sum=_mean(stats.row_sum[:, head], chosen),
                 entropy=_mean(stats.entropy[:, head], chosen),
                 zeros=_mean(stats.zeros[:, head], chosen),
-                dead_rows=_mean(stats.row_sum[:, head] == 0, chosen),
+                dead_rows=_mean(~has_weight(stats.row_sum[:, head]), chosen),
                 dead_slots=_mean(~read[:, head], keys),
                 max=_mean(stats.max[:, head], chosen),
                 anisotropy=anisotropy(vectors[:, :, group][keys]),

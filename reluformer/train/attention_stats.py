@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reluformer.model.records import AttentionRecord
-from reluformer.ops import Stats
+from reluformer.ops.stats import Stats, has_weight
 from reluformer.processes import Processes
 
 
@@ -60,7 +60,7 @@ def sum_over_rows(records: Sequence[AttentionRecord]) -> Tensor:
     for _, _, stats, valid, _ in records:
         assert isinstance(stats, Stats)
         rows = valid & (stats.visible > 0)
-        dead = stats.row_sum == 0
+        dead = ~has_weight(stats.row_sum)
         columns = (stats.row_sum, stats.entropy, stats.zeros, dead, torch.ones_like(dead))
         total += torch.stack([torch.where(rows, column, 0).sum().double() for column in columns])
     return total

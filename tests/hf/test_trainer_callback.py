@@ -13,6 +13,8 @@ from reluformer.errors import UserError  # noqa: E402  # after the checks for th
 from reluformer.hf import ReLUAttentionCallback, replace_attention_modules  # noqa: E402
 from reluformer.hf.layers import layer_attentions  # noqa: E402
 from reluformer.hf.statistics import recording, summarise  # noqa: E402
+from reluformer.model.records import AttentionRecord  # noqa: E402
+from reluformer.ops.stats import summarise as weight_statistics  # noqa: E402
 from tests.hf.families import build, tokens  # noqa: E402
 
 
@@ -45,6 +47,14 @@ def test_statistics_are_logged(tmp_path: Path) -> None:
         assert row["row_sum"] > 0 and row["entropy"] > 0
         assert 0 <= row["zeros"] < 1 and 0 <= row["dead_rows"] < 1
     assert all(layer.records is None for layer in layer_attentions(model))
+
+
+def test_rows_whose_sum_underflows_are_dead() -> None:
+    weights = torch.tensor([[1e-44, 1e-39], [0.25, 0.5]]).view(1, 1, 2, 2)
+    stats = weight_statistics(weights, None)
+    read = AttentionRecord("layer", 0, stats, torch.ones(1, 1, 2).bool(), None)
+    summary = summarise([read])
+    assert summary is not None and summary.dead_rows == 0.5
 
 
 def test_a_converted_and_fine_tuned_folder_loads_as_relu(tmp_path: Path) -> None:
