@@ -5,14 +5,14 @@ text of a corpus.
 """
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reluformer.errors import UserError
-from reluformer.evaluation.aligned_files import read_aligned
-from reluformer.evaluation.cached_metric import CachedMetric
+from reluformer.evaluation.results import Level
 from reluformer.files import atomic_path
 
 SUFFIX = ".counts.npz"
@@ -30,22 +30,16 @@ class Counts(NamedTuple):
     """Signature of sacreBLEU."""
 
 
-def save_counts(folder: Path, test: str, reference: Path, *, documents: bool) -> None:
-    """Write the counts of `folder/TEST.hypothesis`, by sentence and on request by document."""
-    hypothesis = folder / f"{test}.hypothesis"
-    arrays: dict[str, Any] = {}
-    for level in ("sentence", "document") if documents else ("sentence",):
-        right, (system,) = read_aligned(reference, [hypothesis], documents=level == "document")
-        segments = [" ".join(sentences) for sentences in system]
-        metric = CachedMetric("BLEU", [" ".join(document) for document in right], [segments], "13a")
-        arrays[level] = np.array(metric.counts(segments), dtype=np.int32)
-        arrays["signature"] = np.array(metric.signature)
+def save_counts(folder: Path, test: str, counts: Mapping[Level, Counts]) -> None:
+    """Write the counts of a test set into the folder of its cell."""
+    arrays: dict[str, Any] = {level: each.table.astype(np.int32) for level, each in counts.items()}
+    (signature,) = {each.signature for each in counts.values()}
     # numpy adds an ending to names, and none to open files.
     with atomic_path(folder / f"{test}{SUFFIX}") as partial, open(partial, "wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, signature=np.array(signature), **arrays)
 
 
-def load_counts(folder: Path, test: str, level: str) -> Counts | None:
+def load_counts(folder: Path, test: str, level: Level) -> Counts | None:
     """The counts of a cell's test set; None if they were not written."""
     path = folder / f"{test}{SUFFIX}"
     if not path.is_file():

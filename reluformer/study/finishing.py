@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from reluformer.data.text import DOCUMENT, lines
 from reluformer.evaluation.aligned_files import read_aligned
-from reluformer.evaluation.cached_metric import CachedMetric
-from reluformer.evaluation.scores import evaluate
+from reluformer.evaluation.cached_metric import CachedMetric, Metric
+from reluformer.evaluation.results import Level
 from reluformer.files import write_text
 from reluformer.study.budgets import Decoding
-from reluformer.study.counts import save_counts
+from reluformer.study.counts import Counts, save_counts
 from reluformer.translation.translator import Translator
 
 # Decoding waits for the host: a large GPU takes few large batches.
@@ -53,8 +54,8 @@ def finish_cell(
         start = time.perf_counter()
         translated = translate_text(translator, list(lines(files[0])), documents=documents)
         write_text(output, "".join(f"{line}\n" for line in translated))
-        scores[test] = score(files[1], output, documents=documents)
-        save_counts(run, test, files[1], documents=documents)
+        scores[test], counts = score(files[1], output, documents=documents)
+        save_counts(run, test, counts)
         scores[test]["seconds"] = round(time.perf_counter() - start, 1)
         hypotheses[test] = output.name
     return {"tuned": tuned, "scores": scores, "hypotheses": hypotheses}
@@ -131,16 +132,27 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
     return CachedMetric("BLEU", right, [segments], "13a").score(segments)
 
 
-def score(reference: Path, hypothesis: Path, *, documents: bool) -> dict[str, Any]:
-    """BLEU and chrF2 with signatures, by sentence and by document."""
-    right, systems = read_aligned(reference, [hypothesis], documents=documents)
-    result = evaluate(right, {"system": systems[0]}, documents=documents, metrics=("BLEU", "chrF2"))
+def score(
+    reference: Path, hypothesis: Path, *, documents: bool
+) -> tuple[dict[str, Any], dict[Level, Counts]]:
+    """BLEU and chrF2 with signatures, and the BLEU counts, by sentence and on request by document.
+
+    Scores of whole documents have names that begin with `d-`.
+    """
+    levels: tuple[Level, ...] = ("sentence", "document") if documents else ("sentence",)
+    metrics: tuple[Metric, ...] = ("BLEU", "chrF2")
     scores: dict[str, Any] = {}
-    for one in result.systems[0].scores:
-        if one.case == "mixed":
-            name = f"{'d-' if one.level == 'document' else ''}{one.name}"
-            scores[name] = {"value": round(one.value, 2), "signature": one.signature}
-    return scores
+    counts: dict[Level, Counts] = {}
+    for level in levels:
+        right, (system,) = read_aligned(reference, [hypothesis], documents=level == "document")
+        expected, segments = ([" ".join(group) for group in texts] for texts in (right, system))
+        for name in metrics:
+            metric = CachedMetric(name, expected, [segments], "13a")
+            value = {"value": round(metric.score(segments), 2), "signature": metric.signature}
+            scores[f"{'d-' if level == 'document' else ''}{name}"] = value
+            if name == "BLEU":
+                counts[level] = Counts(np.array(metric.counts(segments)), metric.signature)
+    return scores, counts
 
 
 def large_batch() -> int | None:

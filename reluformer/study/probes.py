@@ -47,8 +47,8 @@ def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, 
     source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
     output = probe.folder / f"{test}.hypothesis"
     _write(output, translator.lines(list(lines(source)), together=True))
-    metrics = score(reference, output, documents=True)
-    save_counts(probe.folder, test, reference, documents=True)
+    metrics, counts = score(reference, output, documents=True)
+    save_counts(probe.folder, test, counts)
     values = {"dbleu": metrics["d-BLEU"]["value"], "bleu": metrics["BLEU"]["value"]}
     values["dev_nll"] = nll_at_length(load_run(probe.run), length)
     return values, {"scores": {test: metrics}, "hypotheses": {test: output.name}}
@@ -70,7 +70,7 @@ def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
     for name, translated in outputs.items():
         path = probe.folder / f"{test}.{name}.hypothesis"
         _write(path, translated)
-        scores[name] = score(reference, path, documents=True)
+        scores[name], _ = score(reference, path, documents=True)
         values[f"bleu_{name}"] = scores[name]["BLEU"]["value"]
     values |= reading_distances(load_run(probe.run))
     return values, {"context_scores": scores}

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from reluformer.evaluation.cached_metric import bleu_of_counts, resampled_bleu
+from reluformer.evaluation.results import Level
 from reluformer.study.cells import Outcome, group
 from reluformer.study.counts import Counts, load_counts
 from reluformer.study.definition import Contrast
@@ -34,7 +35,7 @@ def compare_cells(
             continue
         baseline = dict(zip(contrast.by, base_key, strict=True))
         for test in members[0].detail["hypotheses"]:
-            for level in ("sentence", "document"):
+            for level in get_args(Level):
                 systems, bases = (
                     [load_counts(root / o.name, test, level) for o in cells]
                     for cells in (members, groups[base_key])

@@ -2,12 +2,17 @@
 
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from reluformer.errors import UserError
+from reluformer.evaluation.aligned_files import read_aligned
+from reluformer.evaluation.results import Level
+from reluformer.evaluation.scores import evaluate
 from reluformer.files import write_text
 from reluformer.study.counts import Counts, load_counts, save_counts
+from reluformer.study.finishing import score
 from reluformer.study.significance import pooled_bootstrap
 
 
@@ -20,7 +25,8 @@ def _counts(folder: Path, reference: list[str], system: list[str]) -> Counts | N
     folder.mkdir()
     write_text(folder / "target", "".join(f"{line}\n" for line in reference))
     write_text(folder / "test.hypothesis", "".join(f"{line}\n" for line in system))
-    save_counts(folder, "test", folder / "target", documents=False)
+    _, counts = score(folder / "target", folder / "test.hypothesis", documents=False)
+    save_counts(folder, "test", counts)
     return load_counts(folder, "test", "sentence")
 
 
@@ -47,11 +53,23 @@ def test_clear_differences_are_found_and_none_is_invented(tmp_path: Path) -> Non
 def test_counts_by_document_and_damaged_files(tmp_path: Path) -> None:
     write_text(tmp_path / "target", "<d>\na b c d e\nf g h i j\n<d>\nk l m n o\n")
     write_text(tmp_path / "test.hypothesis", "<d>\na b c d e\nf g h i x\n<d>\nk l m n o\n")
-    save_counts(tmp_path, "test", tmp_path / "target", documents=True)
+    files = (tmp_path / "target", tmp_path / "test.hypothesis")
+    scores, extracted = score(*files, documents=True)
+    save_counts(tmp_path, "test", extracted)
     lengths = {
         level: counts.table[:, 0].tolist()
-        for level in ("sentence", "document")
+        for level in get_args(Level)
         if (counts := load_counts(tmp_path, "test", level)) is not None
+    }
+    right, (system,) = read_aligned(files[0], [files[1]], documents=True)
+    wanted = evaluate(right, {"system": system}, documents=True).systems[0].scores
+    assert scores == {
+        f"{'d-' if one.level == 'document' else ''}{one.name}": {
+            "value": round(one.value, 2),
+            "signature": one.signature,
+        }
+        for one in wanted
+        if one.case == "mixed" and one.name != "TER"
     }
     assert lengths == {"sentence": [5, 5, 5], "document": [10, 5]}
     assert load_counts(tmp_path, "other", "sentence") is None
