@@ -30,11 +30,10 @@ def named_tensors(call: Call, options: Mapping[str, Any]) -> list[tuple[str, Ten
 
 def follow_autocast(call: Call) -> Call:
     """The call with q, k and v in the dtype of autocast; the same call if autocast is off."""
-    dtype = autocast_dtype(call.q) if isinstance(call.q, Tensor) else None
+    dtype = _dtype_of_autocast(call.q)
     if dtype is None:
         return call
-    q, k, v = in_autocast_dtype(call.q, call.k, call.v)
-    return call._replace(q=q, k=k, v=v)
+    return call._replace(q=_cast(call.q, dtype), k=_cast(call.k, dtype), v=_cast(call.v, dtype))
 
 
 def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,8 +42,13 @@ def in_autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     While autocast is enabled for the device of q, floating-point tensors take its dtype, except
     float64. Values that are not tensors pass; the checks of the call refuse them.
     """
-    dtype = autocast_dtype(q) if isinstance(q, Tensor) else None
+    dtype = _dtype_of_autocast(q)
     return (q, k, v) if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
+
+
+def _dtype_of_autocast(q: Any) -> torch.dtype | None:
+    """The dtype to which autocast casts q, k and v; None if it is off or q is no tensor."""
+    return autocast_dtype(q) if isinstance(q, Tensor) else None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
