@@ -2,9 +2,9 @@
 
     python -m benchmarks.dropout_gap --model runs/sentence --out gap.json
 
-Uses the data of the run's recipe. Each number is a mean over batches of the training data, with
-dropout (as in training) and without (as in inference). The dev loss is computed with all attention
-scores multiplied by several factors, from which `train.rescale_scores` chooses.
+Uses the data of the run's recipe. Each number is a mean over batches of the training data and over
+dev, with dropout (as in training) and without (as in inference). The dev loss is also computed with
+all attention scores multiplied by several factors, from which `train.rescale_scores` chooses.
 """
 
 import argparse
@@ -78,6 +78,8 @@ def table(report: dict[str, Any]) -> str:
     on, off = report["dropout on"], report["dropout off"]
     lines = [f"{'':16}{'dropout on':>12}{'off':>8}{'ratio':>8}"]
     lines += [f"{'training nll':16}{on['nll']:12.3f}{off['nll']:8.3f}"]
+    dev_on, dev_off = (report[f"dev, dropout {state}"]["nll"] for state in ("on", "off"))
+    lines += [f"{'dev nll':16}{dev_on:12.3f}{dev_off:8.3f}"]
     for site in on["row sum and entropy"]:
         pairs = zip(on["row sum and entropy"][site], off["row sum and entropy"][site], strict=True)
         for name, (with_it, without) in zip(("row sum", "entropy"), pairs, strict=True):
@@ -102,6 +104,7 @@ def main() -> None:
     bits, dev = autocast(recipe.train, device), data.dev.batches(recipe)
     some = islice(data.train.batches(recipe).epoch(0), arguments.batches)
     batches = [batch.to(device) for batch in some]
+    dev_batches = [batch.to(device) for batch in dev.epoch(0)]
     alone = Processes(0, 1, device)
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -112,6 +115,8 @@ def main() -> None:
         "attention": dataclasses.asdict(model.config.attention),
         "dropout on": means(model, batches, True, bits),
         "dropout off": means(model, batches, False, bits),
+        "dev, dropout on": means(model, dev_batches, True, bits),
+        "dev, dropout off": means(model, dev_batches, False, bits),
         "dev nll by factor": by_factor(model, lambda: dev_loss(model, dev, alone, bits)),
     }
     write_text(arguments.out, json.dumps(report, indent=1) + "\n")
