@@ -44,7 +44,9 @@ def study(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Run cells with such names only, as in a shell."),
+        typer.Option(
+            metavar="PATTERN", help="Run only cells with such names; repeatable, in this order."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the cells; repeat the command to resume.")

@@ -55,7 +55,7 @@ class RunOptions:
     assignments: Sequence[str] = ()
     """Further settings of all trainings."""
     only: Sequence[str] = ()
-    """Patterns of names of cells to run, as in a shell; empty for all."""
+    """Patterns of names of cells to run, in this order, as in a shell; empty for all."""
     report: Callable[[str], None] = print
 
     @property
@@ -131,7 +131,9 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose names match one of the patterns, and the cells they start from; default: all.
+    """Cells whose names match a pattern, in the order of the patterns; without patterns, all.
+
+    A cell comes after the one it starts from, which need not match.
 
     Raises:
         UserError: No cell matches a pattern.
@@ -139,17 +141,20 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
     if not patterns:
         return list(cells)
     by_name = {cell.name: cell for cell in cells}
-    chosen: set[str] = set()
+    chosen: dict[str, Cell] = {}
+
+    def choose(cell: Cell) -> None:
+        if cell.parent is not None:
+            choose(by_name[cell.parent])
+        chosen.setdefault(cell.name, cell)
+
     for pattern in patterns:
         names = fnmatch.filter(by_name, pattern)
         if not names:
             raise UserError(f"only must match a cell, such as {cells[0].name}, got {pattern!r}")
         for name in names:
-            parent: str | None = name
-            while parent is not None and parent not in chosen:
-                chosen.add(parent)
-                parent = by_name[parent].parent
-    return [cell for cell in cells if cell.name in chosen]
+            choose(by_name[name])
+    return list(chosen.values())
 
 
 def set_aside(cells: Sequence[Cell], outcomes: dict[str, Outcome], options: RunOptions) -> None:

@@ -120,7 +120,8 @@ CHAIN = [
 def test_selected_cells_come_with_those_they_start_from() -> None:
     assert select(CHAIN, ()) == CHAIN
     assert [cell.name for cell in select(CHAIN, ["pr*"])] == ["start", "middle", "probe"]
-    assert [cell.name for cell in select(CHAIN, ["other", "start"])] == ["start", "other"]
+    names = [cell.name for cell in select(CHAIN, ["other", "*d*", "start"])]
+    assert names == ["other", "start", "middle"]
     with pytest.raises(UserError, match="only must match a cell, such as start, got 'x'"):
         select(CHAIN, ["other", "x"])
 
