@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -95,6 +96,28 @@ def test_cases_come_in_order_of_importance() -> None:
     ]
     assert len(found) == len(set(found)) == 8
     assert len(list(benchmark.cases(["document"], [512, 4096], False))) == 2
+
+
+def test_the_warm_up_compiles_once_for_each_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[str] = []
+
+    def run(command: list[str], **options: Any) -> None:
+        codes.append(command[-1].split("warm(*")[1][:-1])
+        if len(codes) == 1:
+            raise CalledProcessError(1, command, stderr="Traceback\nOutOfMemoryError: too large\n")
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    monkeypatch.setattr(benchmark, "WARM_UP_PROCESSES", 1)
+    benchmark.warm_up(["document"], (512, 1024, 4096), True)
+    jobs = [eval(code) for code in codes]
+    ours = {(length, compiled) for _, length, compiled, run in jobs if run == OURS}
+    assert ours == {(512, True), (1024, True), (4096, False)} and len(jobs) == 5
+    assert capsys.readouterr().out.endswith("OutOfMemoryError: too large\n")
+    codes.clear()
+    benchmark.warm_up(["document"], (512, 1024, 4096), False)
+    assert len(codes) == 3 and not any("softmax" in code for code in codes)
 
 
 def test_compiled_steps_meet_the_fastest_opponent() -> None:
