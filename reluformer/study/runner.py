@@ -280,7 +280,7 @@ def _conclude(run: _Run, study: Study) -> StudyRecord:
         failed=dict(run.queue.failed),
         outcomes=ended,
         comparisons=comparisons,
-        tables=run.study.conclude(Results(ended, comparisons)).tables,
+        tables=study.conclude(Results(ended, comparisons)).tables,
     )
 
 
