@@ -37,6 +37,11 @@ class JobQueue:
     clocks: dict[str, Clock] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """Exit status and last log line of each command that failed before the clock ended."""
+    _live: dict[str, _Job] = field(default_factory=dict)
+
+    def collect_clocks(self) -> dict[str, Clock]:
+        """Remove and return the clocks of commands that no longer run."""
+        return {name: self.clocks.pop(name) for name in list(self.clocks) if name not in self._live}
 
     def run(self, ready: Callable[[], Mapping[str, list[str]]]) -> list[str]:
         """Run commands in order; return the names of those that succeeded.
@@ -48,7 +53,7 @@ class JobQueue:
                 command has ended; commands that were started before are skipped.
         """
         waiting: dict[str, list[str]] = {}
-        live: dict[str, _Job] = {}
+        live = self._live
         started: set[str] = set()
         succeeded: list[str] = []
         is_current = False
@@ -73,9 +78,10 @@ class JobQueue:
                     if self._ended(name, live.pop(name)):
                         succeeded.append(name)
         finally:
-            for name, job in live.items():
-                job.process.kill()
-                job.process.wait()
+            for name in list(live):
+                process = live.pop(name).process
+                process.kill()
+                process.wait()
                 self.report(f"{name}: cut by the clock; the next call goes on")
         return succeeded
 

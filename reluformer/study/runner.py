@@ -242,8 +242,8 @@ def _command(run: _Run, cell: Cell) -> list[str]:
 
 
 def _add_clocks(run: _Run) -> None:
-    """Add the time of this call to the cells' outcomes, or keep it for cells that go on."""
-    for name, clock in run.queue.clocks.items():
+    """Add the time of cells that do not run now to their outcomes, or keep it if they go on."""
+    for name, clock in run.queue.collect_clocks().items():
         folder = run.options.root / name
         outcome = load_outcome(folder)
         path = run.options.root / "logs" / f"{name}.seconds"
@@ -256,7 +256,6 @@ def _add_clocks(run: _Run) -> None:
             replace(
                 outcome, seconds=round(seconds[0], 1), device_seconds=round(seconds[1], 1)
             ).save(folder)
-    run.queue.clocks.clear()
 
 
 def _conclude(run: _Run, study: Study) -> StudyRecord:

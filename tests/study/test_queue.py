@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from reluformer.study.queue import JobQueue
+from reluformer.study.queue import Clock, JobQueue
 
 
 def python(program: str) -> list[str]:
@@ -47,10 +47,19 @@ def test_a_command_that_becomes_ready_does_not_wait_for_the_others(tmp_path: Pat
     commands = {"quick": python(""), "slow": python(wait)}
     written = python(f"open({str(child)!r}, 'w')")
 
+    ended: list[dict[str, Clock]] = []
+
     def ready() -> dict[str, list[str]]:
-        has_parent = "quick" in queue.clocks
-        return {**commands, "child": written} if has_parent else commands
+        ended.append(queue.collect_clocks())
+        return {**commands, "child": written} if len(ended) > 1 else commands
 
     queue = JobQueue(2, time.monotonic() + 30, tmp_path, lambda line: None)
     assert set(queue.run(ready)) == {"quick", "child", "slow"}
     assert not queue.failed
+    # The clock of a command is complete when it is collected.
+    assert ended[0] == {} and list(ended[1]) == ["quick"]
+    clocks = {
+        name: clock for part in [*ended, queue.collect_clocks()] for name, clock in part.items()
+    }
+    assert clocks["slow"].seconds > clocks["quick"].seconds
+    assert not queue.clocks
