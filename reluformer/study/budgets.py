@@ -61,6 +61,8 @@ class Budget:
     test_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     context_length: int = 1024
     decoding: Decoding = field(default_factory=Decoding)
+    document_penalties: tuple[float, ...] = ()
+    """Length penalties tried for document models; empty for those of `decoding`."""
     bootstrap: int = 1000
     """Samples of the paired bootstrap."""
     inspected: int = 32
@@ -68,6 +70,12 @@ class Budget:
     family: Family = field(default_factory=Family)
     theory_numbers: int = 2**22
     """Random scores drawn for each n."""
+
+    def decoding_of(self, *, documents: bool) -> Decoding:
+        """How models of sentences or of documents are finished."""
+        if not documents or not self.document_penalties:
+            return self.decoding
+        return replace(self.decoding, penalties=self.document_penalties)
 
     def with_seeds(self, seeds: tuple[int, ...]) -> "Budget":
         """The budget with other seeds."""
@@ -139,6 +147,8 @@ BUDGETS = {
         seeds=(1, 2, 3),
         rates=(1e-3, 2e-3, 4e-3),
         slots_share=0.4,
+        # Long documents take minutes to translate, step by step.
+        document_penalties=(1.0, 1.3, 1.6),
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ Writes `cell.json` into the cell's folder when the work has ended. Divergence is
 with status 0; every other error exits with another status and is tried again at the next call.
 """
 
+import gc
 import json
 import sys
 import time
@@ -124,6 +125,7 @@ def _assignments(job: Job) -> list[str]:
 
 def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
     train(recipe_of(job), job.folder)
+    _free_device_memory()
     curve = _curve(job.folder)
     detail = {**_described(job), "curve": curve}
     values = _training_values(curve)
@@ -137,10 +139,18 @@ def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
     corpus, tests = _test_sets(job, run.recipe)
     if tests:
         documents = run.recipe.data.unit == "document"
-        finished = finish_cell(job.folder, corpus, tests, job.budget.decoding, documents=documents)
+        decoding = job.budget.decoding_of(documents=documents)
+        finished = finish_cell(job.folder, corpus, tests, decoding, documents=documents)
         detail |= finished
         values |= score_values(finished["scores"])
     return values, detail
+
+
+def _free_device_memory() -> None:
+    """Return the memory of the training, so that cells beside this one can use it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _test_sets(job: Job, recipe: Recipe) -> tuple[Path, tuple[str, ...]]:

@@ -104,3 +104,11 @@ def test_every_training_has_a_recipe(budget: Budget, tmp_path: Path) -> None:
                 recipe = recipe_of(Job(cell, tmp_path, budget, tmp_path, (), ()))
                 assert recipe.train.seed == cell.labels["seed"]
                 assert memory_of(recipe) > 0 and flops_per_token(recipe) > 0
+
+
+def test_documents_are_finished_with_fewer_penalties_in_the_full_budget() -> None:
+    full, tiny = BUDGETS["full"], BUDGETS["tiny"]
+    assert full.decoding_of(documents=False) == full.decoding
+    assert full.decoding_of(documents=True).penalties == full.document_penalties
+    assert full.decoding_of(documents=True).beam == full.decoding.beam
+    assert tiny.decoding_of(documents=True) == tiny.decoding
