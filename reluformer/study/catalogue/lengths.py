@@ -93,5 +93,5 @@ STUDY = Study(
         for attention in ATTENTIONS
     ),
     notes="Every attention starts from its own training on sentences, the same for all lengths and "
-    "seeds. d-BLEU is BLEU of whole documents. The full budget tries three length penalties on dev.",
+    "seeds. d-BLEU is BLEU of whole documents. The full budget tries three length penalties.",
 )
