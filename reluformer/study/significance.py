@@ -62,13 +62,16 @@ def pooled_bootstrap(
     """Bootstrap the difference of mean BLEU between two groups of systems.
 
     All systems are scored on the same draws of segments; scores are averaged over the seeds of a
-    group within each draw. The result is None if counts of a system are missing.
+    group within each draw. The result is None if counts of a system are missing, or if the systems
+    translated test sets of different sizes.
     """
     counts = [system for system in [*systems, *bases] if system is not None]
     count = len(systems)
     if not count or not bases or len(counts) < count + len(bases):
         return None
     tables = [system.table for system in counts]
+    if len({len(table) for table in tables}) > 1:
+        return None
     values = [bleu_of_counts(table) for table in tables]
     difference = float(np.mean(values[:count]) - np.mean(values[count:]))
     draws = resampled_bleu(tables, samples)

@@ -48,6 +48,8 @@ def test_clear_differences_are_found_and_none_is_invented(tmp_path: Path) -> Non
     assert same is not None
     assert same.difference == 0 and same.interval == (0, 0) and same.p_value == 1
     assert pooled_bootstrap([*good, None], bad, 200) is None
+    part = _counts(tmp_path / "part", reference[:7], reference[:7])
+    assert pooled_bootstrap([part], bad, 200) is None
 
 
 def test_counts_by_document_and_damaged_files(tmp_path: Path) -> None:
