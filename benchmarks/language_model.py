@@ -183,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.tokens = options.tokens or (256 if options.tiny else 32_768)
     if options.command == "train" and options.data is None:
         parser.error("train needs --data")
+    if options.command == "speed" and options.power is not None:
+        parser.error("speed takes no --power; it measures powers 4 and 8")
     if options.power is not None and options.attention not in reluformer.ATTENTIONS:
         parser.error(f"--power needs an attention of this package, got {options.attention}")
     torch.set_float32_matmul_precision("high")

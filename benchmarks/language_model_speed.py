@@ -22,7 +22,8 @@ from reluformer.hf.masks import attention_mask
 DIRECT = "kernel called directly"
 """Attention that bypasses the integration."""
 SOFTMAX = "sdpa"
-ATTENTIONS = (SOFTMAX, "normalised_relu", DIRECT, "relu")
+EIGHTH = "normalised_relu, power 8"
+ATTENTIONS = (SOFTMAX, "normalised_relu", EIGHTH, DIRECT, "relu")
 UNTIMED = 3
 Row = dict[str, Any]
 
@@ -51,6 +52,8 @@ def build_for_speed(size: Size, attention: str, length: int) -> nn.Module:
     if attention == DIRECT:
         AttentionInterface.register(DIRECT, attend_directly)
         AttentionMaskInterface.register(DIRECT, attention_mask)
+    if attention == EIGHTH:
+        return build(size, "normalised_relu", length, options={"power": 8})
     model = build(size, attention, length)
     if attention == DIRECT:
         for layer in model.model.layers:  # type: ignore[union-attr]
@@ -102,7 +105,7 @@ class Contestant:
     def attention_call(self) -> Callable[[], None]:
         """Forward and backward of the attention of one layer alone, called as by transformers."""
         module = self.model.model.layers[0].self_attn  # type: ignore[union-attr,index]
-        attend = ALL_ATTENTION_FUNCTIONS[self.attention]
+        attend = ALL_ATTENTION_FUNCTIONS[self.model.config._attn_implementation]
         batch, length = self.shape
         heads, width = self.size.heads, self.size.width // self.size.heads
         q, k, v, grad = (

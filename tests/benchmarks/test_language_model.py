@@ -67,6 +67,13 @@ def test_the_power_reaches_every_attention(
         arguments = ["train", "--attention", "sdpa", "--power", "8", "--data", str(tmp_path)]
         language_model.main([*arguments, "--out", str(tmp_path / "out.json")])
     assert "--power needs an attention of this package, got sdpa" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        language_model.main(["speed", "--power", "8", "--out", str(tmp_path / "out.json")])
+    assert "speed takes no --power" in capsys.readouterr().err
+    eighth = language_model_speed.build_for_speed(
+        language_model.TINY, language_model_speed.EIGHTH, length=16
+    )
+    assert [layer.options()["power"] for layer in layer_attentions(eighth)] == [8, 8]
 
 
 def test_the_figure_has_the_differences_of_all_runs(tmp_path: Path) -> None:
@@ -101,9 +108,15 @@ def test_a_tiny_speed_table(tmp_path: Path) -> None:
     arguments = ["speed", "--tiny", "--repetitions", "1", "--lengths", "32", "64"]
     language_model.main([*arguments, "--tokens", "64", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    names = ["sdpa", "normalised_relu", "kernel called directly", "relu"]
+    names = [
+        "sdpa",
+        "normalised_relu",
+        "normalised_relu, power 8",
+        "kernel called directly",
+        "relu",
+    ]
     assert [row["attention"] for row in rows] == 2 * names
-    assert [(row["length"], row["batch"]) for row in rows[::4]] == [(32, 2), (64, 1)]
+    assert [(row["length"], row["batch"]) for row in rows[::5]] == [(32, 2), (64, 1)]
     assert all(row["step_tokens_per_second"] > 0 and row["attention_share"] > 0 for row in rows)
     assert all(("step_speed_up" in row) == (row["attention"] != "sdpa") for row in rows)
 
