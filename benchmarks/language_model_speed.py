@@ -22,8 +22,8 @@ from reluformer.hf.masks import attention_mask
 DIRECT = "kernel called directly"
 """Attention that bypasses the integration."""
 SOFTMAX = "sdpa"
-EIGHTH = "normalised_relu, power 8"
-ATTENTIONS = (SOFTMAX, "normalised_relu", EIGHTH, DIRECT, "relu")
+FOURTH = "normalised_relu, power 4"
+ATTENTIONS = (SOFTMAX, "normalised_relu", FOURTH, DIRECT, "relu")
 UNTIMED = 3
 Row = dict[str, Any]
 
@@ -37,9 +37,9 @@ def attend_directly(
         key,
         value,
         causal=True,
-        power=4,
+        power=8,
         threshold=module.direct_threshold.float(),
-        gamma=512.0,
+        gamma=2.0 * 8**8,
         length_exponent=1.0,
         row_normalise=1e-4,
         scale=kwargs["scaling"],
@@ -52,12 +52,12 @@ def build_for_speed(size: Size, attention: str, length: int) -> nn.Module:
     if attention == DIRECT:
         AttentionInterface.register(DIRECT, attend_directly)
         AttentionMaskInterface.register(DIRECT, attention_mask)
-    if attention == EIGHTH:
-        return build(size, "normalised_relu", length, options={"power": 8})
+    if attention == FOURTH:
+        return build(size, "normalised_relu", length, options={"power": 4})
     model = build(size, attention, length)
     if attention == DIRECT:
         for layer in model.model.layers:  # type: ignore[union-attr]
-            threshold = nn.Parameter(torch.full((size.heads,), -4.0))
+            threshold = nn.Parameter(torch.full((size.heads,), -8.0))
             layer.self_attn.direct_threshold = threshold
     return model
 

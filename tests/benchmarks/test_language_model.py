@@ -61,8 +61,8 @@ def test_a_tiny_training_run(data: Path, tmp_path: Path, attention: str) -> None
 def test_the_power_reaches_every_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = language_model.build(language_model.TINY, "normalised_relu", options={"power": 8})
-    assert [layer.options()["power"] for layer in layer_attentions(model)] == [8, 8]
+    model = language_model.build(language_model.TINY, "normalised_relu", options={"power": 4})
+    assert [layer.options()["power"] for layer in layer_attentions(model)] == [4, 4]
     with pytest.raises(SystemExit):
         arguments = ["train", "--attention", "sdpa", "--power", "8", "--data", str(tmp_path)]
         language_model.main([*arguments, "--out", str(tmp_path / "out.json")])
@@ -70,10 +70,10 @@ def test_the_power_reaches_every_attention(
     with pytest.raises(SystemExit):
         language_model.main(["speed", "--power", "8", "--out", str(tmp_path / "out.json")])
     assert "speed takes no --power" in capsys.readouterr().err
-    eighth = language_model_speed.build_for_speed(
-        language_model.TINY, language_model_speed.EIGHTH, length=16
+    fourth = language_model_speed.build_for_speed(
+        language_model.TINY, language_model_speed.FOURTH, length=16
     )
-    assert [layer.options()["power"] for layer in layer_attentions(eighth)] == [8, 8]
+    assert [layer.options()["power"] for layer in layer_attentions(fourth)] == [4, 4]
 
 
 def test_the_figure_has_the_differences_of_all_runs(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_tiny_speed_table(tmp_path: Path) -> None:
     names = [
         "sdpa",
         "normalised_relu",
-        "normalised_relu, power 8",
+        "normalised_relu, power 4",
         "kernel called directly",
         "relu",
     ]

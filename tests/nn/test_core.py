@@ -37,10 +37,10 @@ def loss_of(sums: Any, valid: Tensor, row_loss: float, entropy_loss: float) -> T
     return row_loss * losses.normalisation + entropy_loss * losses.entropy
 
 
-def test_the_name_is_the_default_of_the_models() -> None:
+def test_the_name_is_the_default_of_the_document_models() -> None:
     q, k, v = make()
-    config = AttentionConfig()
-    expected = relu_attention(q, k, v, gamma=512.0, threshold=-4.0, **config.fixed_options)
+    config = AttentionConfig(power=8)
+    expected = relu_attention(q, k, v, gamma=2 * 8.0**8, threshold=-8.0, **config.fixed_options)
     assert_same(attention("normalised_relu", q, k, v), expected)
     output, weights = AttentionCore(4, 8).double().eval()(q, k, v)
     torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-7)
@@ -105,8 +105,8 @@ def test_gradients_match_finite_differences_of_output_and_loss() -> None:
                 output, _ = torch.func.functional_call(module, values, tuple(leaves[:3]))
                 ctx.gradients = torch.autograd.grad(output.sum(), leaves)
                 options = {
-                    "threshold": offsets[names.index("threshold_offset")] - 4,
-                    "gamma": 512 * offsets[names.index("gamma_offset")].exp().squeeze(0),
+                    "threshold": offsets[names.index("threshold_offset")] - 8,
+                    "gamma": 2 * 8**8 * offsets[names.index("gamma_offset")].exp().squeeze(0),
                 }
                 result = attention("normalised_relu", q, k, v, return_sums="entropy", **options)
             valid = torch.ones(1, 1, 1, dtype=torch.bool)
@@ -277,7 +277,7 @@ def test_half_precision_keeps_small_offsets() -> None:
     module = AttentionCore(4, 8).to(torch.bfloat16)
     module.threshold_offset.data.fill_(0.001)
     assert module.options()["threshold"].dtype == torch.float32
-    assert (module.options()["threshold"][0] + 4).item() == pytest.approx(0.001, rel=0.01)
+    assert (module.options()["threshold"][0] + 8).item() == pytest.approx(0.001, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["normalised_relu", "relu_n"])

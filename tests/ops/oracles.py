@@ -56,11 +56,11 @@ def normalised_relu(
     row: Row,
     gamma: float | None = None,
     length_exponent: float = 1.0,
-    power: int = 4,
+    power: int = 8,
     threshold: float | None = None,
     row_normalise: float = 1e-4,
 ) -> Numbers:
-    # With the defaults this is (1 + s/4)^4 / n before normalisation.
+    # With the defaults this is (1 + s/8)^8 / n before normalisation.
     start = -power if threshold is None else threshold
     divisor = 2 * power**power if gamma is None else gamma
     weights = relu(row, divisor, length_exponent, power, start)

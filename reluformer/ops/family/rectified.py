@@ -34,7 +34,7 @@ def normalised_relu(
     *,
     gamma: float | Tensor | None = None,
     length_exponent: float = 1.0,
-    power: int = 4,
+    power: int = 8,
     threshold: float | Tensor | None = None,
     row_normalise: float = 1e-4,
 ) -> Rectified:
@@ -43,6 +43,7 @@ def normalised_relu(
     The default threshold is -power and the default gamma 2 power^power: before normalisation a
     weight is then ReLU(1 + s/power)^power / n, which is close to e^s / n for small scores, and a
     row of zero scores sums to 1. `row_normalise` is added to each row sum before the division.
+    Power 4 is faster and suits short rows; power 8 learns better on rows of hundreds of keys.
     """
     if row_normalise is None:
         raise UserError("row_normalise must be a finite number above 0, got None")
