@@ -100,11 +100,6 @@ class _Run:
         return {cell.name: _command(self, cell) for cell in _ready(self, left, outcomes)}
 
 
-def run_study(study: Study, options: RunOptions) -> StudyRecord:
-    """Run or resume one study, as `run_studies` does."""
-    return run_studies([study], options)[0]
-
-
 def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyRecord]:
     """Run or resume studies side by side; return their records, which are also written as JSON.
 

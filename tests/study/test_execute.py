@@ -14,7 +14,7 @@ from reluformer.study.cells import Outcome, load_outcome
 from reluformer.study.definition import Plan
 from reluformer.study.queue import JobQueue
 from reluformer.study.registry import STUDIES
-from reluformer.study.runner import RunOptions, run_study
+from reluformer.study.runner import RunOptions, run_studies
 
 
 def family_job(root: Path) -> execute.Job:
@@ -56,7 +56,9 @@ def test_an_interrupted_runner_keeps_the_time_of_ended_cells(
     monkeypatch.setattr(JobQueue, "run", interrupted)
     monkeypatch.setattr("reluformer.study.runner.start_mps", lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        run_study(STUDIES["family"], RunOptions(tmp_path, BUDGETS["tiny"], report=lambda _: None))
+        run_studies(
+            [STUDIES["family"]], RunOptions(tmp_path, BUDGETS["tiny"], report=lambda _: None)
+        )
     (folder,) = (tmp_path / "tiny").glob("family.*")
     outcome = load_outcome(folder)
     assert outcome is not None and (outcome.seconds, outcome.device_seconds) == (8.0, 4.0)

@@ -24,7 +24,6 @@ from reluformer.study.runner import (
     RunOptions,
     load_outcomes,
     run_studies,
-    run_study,
     select,
     set_aside,
 )
@@ -45,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StudyRecor
     out, lines = tmp_path_factory.mktemp("study"), []
     study = replace(STUDIES["attention"], plan=two_cells)
     options = RunOptions(out, TINY, jobs=2, assignments=SMALL, report=lines.append)
-    return out, run_study(study, options), lines
+    return out, run_studies([study], options)[0], lines
 
 
 def test_cells_are_trained_translated_and_compared(
@@ -70,7 +69,7 @@ def test_ended_cells_are_never_run_again(finished: tuple[Path, StudyRecord, list
     written = (folder / "cell.json").stat().st_mtime_ns
     lines: list[str] = []
     study = replace(STUDIES["attention"], plan=two_cells)
-    again = run_study(study, RunOptions(out, TINY, assignments=SMALL, report=lines.append))
+    again = run_studies([study], RunOptions(out, TINY, assignments=SMALL, report=lines.append))[0]
     assert again.outcomes == first.outcomes and len(lines) == 2
     assert (folder / "cell.json").stat().st_mtime_ns == written
 
@@ -102,7 +101,7 @@ def test_a_diverged_cell_is_a_result_and_its_children_are_not_run(tmp_path: Path
     )
     study = study_from_file(tmp_path / "study.yaml")
     lines: list[str] = []
-    record = run_study(study, RunOptions(tmp_path / "out", TINY, report=lines.append))
+    record = run_studies([study], RunOptions(tmp_path / "out", TINY, report=lines.append))[0]
     wild, child = record.outcomes
     assert wild.status == "diverged" and "diverged" in wild.reason, lines
     assert child.reason == "its start study.wild diverged" and not record.failed
@@ -206,7 +205,7 @@ def test_every_setting_of_a_study_file_exists(path: Path) -> None:
 def test_cells_that_the_clock_cuts_are_left_for_the_next_call(tmp_path: Path) -> None:
     lines: list[str] = []
     options = RunOptions(tmp_path, TINY, minutes=0.0, report=lines.append)
-    record = run_study(STUDIES["theory"], options)
+    record = run_studies([STUDIES["theory"]], options)[0]
     assert record.planned == ["theory.s1"] and not record.outcomes and not record.failed
     assert "1 cells to run" in lines[1]
     (saved,) = gather([tmp_path]).studies
