@@ -47,6 +47,7 @@ from benchmarks.end_to_end_model import (
     Plan,
     sdpa_choice,
 )
+from benchmarks.whole_steps import ceilings, interleaved
 from reluformer.bench.timing import Clock, in_short, ratio
 from reluformer.config.train import TrainConfig
 from reluformer.files import write_json
@@ -142,11 +143,7 @@ def attention_times(contestants: dict[str, Contestant], plan: Plan) -> dict[str,
 def measure(case: Case, runs: Sequence[str], plan: Plan, group: Processes) -> list[Row]:
     """One row for each run of a case."""
     ready, failed = prepare(case, runs, plan, group)
-    times: dict[str, list[float]] = {run: [] for run in ready}
-    for number in range(plan.rounds):
-        turn = number % max(len(ready), 1)
-        for run in [*ready][turn:] + [*ready][:turn]:
-            times[run].append(ready[run].milliseconds())
+    times = interleaved({run: each.milliseconds for run, each in ready.items()}, plan.rounds)
     alone = attention_times(ready, plan)
     head = head_of(case)
     rows: list[Row] = [{**head, "run": run, "failed": reason} for run, reason in failed.items()]
@@ -180,14 +177,14 @@ def head_of(case: Case) -> Row:
 
 def compare(ours: Row, best: Row, speed_up: float) -> Row:
     """Our row's comparison with the fastest opponent; see the head of this file."""
-    rest = best["ms"] - best["attention_ms"]
+    as_alone, no_attention = ceilings(best["ms"], best["attention_ms"], ours["attention_ms"])
     return {
         "opponent": best["run"],
         "x_opponent": speed_up,
         "x_memory": ours["peak_gib"] / best["peak_gib"] if best["peak_gib"] else 1.0,
         "x_attention": best["attention_ms"] / ours["attention_ms"],
-        "ceiling_no_attention": best["ms"] / rest,
-        "ceiling_as_alone": best["ms"] / (rest + ours["attention_ms"]),
+        "ceiling_no_attention": no_attention,
+        "ceiling_as_alone": as_alone,
     }
 
 

@@ -4,8 +4,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.language_model_build import Size, build, compile_layers
+from benchmarks.whole_steps import ceilings, interleaved
 from reluformer import relu_attention
 from reluformer.bench.timing import Clock, in_short, ratio
 from reluformer.hf.masks import attention_mask
@@ -122,17 +124,13 @@ class Contestant:
         return call
 
 
-def interleaved(functions: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each function in each round."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            _synchronise()
-            start = time.perf_counter()
-            function()
-            _synchronise()
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return times
+def milliseconds(function: Callable[[], None]) -> float:
+    """Wall time of a call that starts and ends with an idle device."""
+    _synchronise()
+    start = time.perf_counter()
+    function()
+    _synchronise()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _synchronise() -> None:
@@ -154,7 +152,8 @@ def speed_rows(size: Size, length: int, options: argparse.Namespace) -> list[Row
             ready[attention] = contestant
         except RuntimeError as error:
             rows.append({"attention": attention, **head, "error": in_short(error)})
-    steps = interleaved({n: each.step for n, each in ready.items()}, options.repetitions)
+    clocks = {name: partial(milliseconds, each.step) for name, each in ready.items()}
+    steps = interleaved(clocks, options.repetitions)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     calls = {name: each.attention_call() for name, each in ready.items()}
     alone = Clock(device).rounds(calls, options.repetitions, 0.0)
@@ -162,7 +161,8 @@ def speed_rows(size: Size, length: int, options: argparse.Namespace) -> list[Row
         contestant.halve()
         for _ in range(UNTIMED):
             contestant.prefill()
-    prefills = interleaved({n: each.prefill for n, each in ready.items()}, options.repetitions)
+    clocks = {name: partial(milliseconds, each.prefill) for name, each in ready.items()}
+    prefills = interleaved(clocks, options.repetitions)
     for name in ready:
         step, prefill = statistics.median(steps[name]), statistics.median(prefills[name])
         tokens, calls_ms = shape[0] * length * 1e3, size.layers * statistics.median(alone[name])
@@ -182,14 +182,16 @@ def compare(row: Row, rows: list[Row], times: tuple[dict[str, list[float]], ...]
     if softmax is None or row is softmax or "step_ms" not in row:
         return row
     step, prefill = (ratio(each[row["attention"]], each[SOFTMAX]) for each in times)
-    rest = softmax["step_ms"] - softmax["attention_ms"]
+    as_alone, no_attention = ceilings(
+        softmax["step_ms"], softmax["attention_ms"], row["attention_ms"]
+    )
     return {
         **row,
         "step_speed_up": step,
         "prefill_speed_up": prefill,
         "attention_speed_up": softmax["attention_ms"] / row["attention_ms"],
-        "step_ceiling_as_alone": softmax["step_ms"] / (rest + row["attention_ms"]),
-        "step_ceiling_no_attention": softmax["step_ms"] / rest,
+        "step_ceiling_as_alone": as_alone,
+        "step_ceiling_no_attention": no_attention,
     }
 
 

@@ -10,13 +10,14 @@ import torch
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-# Models of benchmarks, which are no benchmarks themselves.
+# Parts of benchmarks, which are no benchmarks themselves.
 MODULES = (
     "__init__",
     "ctranslate2_model",
     "end_to_end_model",
     "language_model_build",
     "language_model_speed",
+    "whole_steps",
 )
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in MODULES)
 
