@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _POLL = 0.1
+# A longer time between two polls means that the runner was suspended.
+_LONGEST_POLL = 1.0
 
 
 @dataclass
@@ -71,7 +73,7 @@ class JobQueue:
                     break
                 time.sleep(_POLL)
                 now = time.monotonic()
-                self._count(live, now - last)
+                self._count(live, min(now - last, _LONGEST_POLL))
                 last = now
                 for name in [name for name, job in live.items() if job.process.poll() is not None]:
                     is_current = False

@@ -4,6 +4,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from reluformer.study.queue import Clock, JobQueue
 
 
@@ -38,6 +40,23 @@ def test_time_of_the_device_is_shared(tmp_path: Path) -> None:
     queue.run(lambda: {"a": sleep, "b": sleep})
     for clock in queue.clocks.values():
         assert clock.device_seconds < 0.8 * clock.seconds
+
+
+def test_time_in_which_the_runner_was_suspended_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended = 0.0
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + suspended)
+
+    def ready() -> dict[str, list[str]]:
+        nonlocal suspended
+        suspended = 500.0
+        return {"a": python("")}
+
+    queue = JobQueue(1, monotonic() + 5000, tmp_path, lambda line: None)
+    queue.run(ready)
+    assert 0 < queue.clocks["a"].seconds < 100
 
 
 def test_a_command_that_becomes_ready_does_not_wait_for_the_others(tmp_path: Path) -> None:
