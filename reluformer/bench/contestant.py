@@ -35,6 +35,8 @@ class Contestant:
     """Returned statistics: 0 none, 1 row sums, 2 also sums of w log w."""
     entropy_every: int = 1
     """One block of query rows in this many has its sums of w log w computed; others are 0."""
+    power: int = 1
+    """Power of ReLU; errors of the scores grow with it."""
     deterministic_run: Run | None = None
     """Function to compare with float64 if `run` is random."""
     absent: str | None = None

@@ -10,6 +10,7 @@ from reluformer.bench.cases import Case
 from reluformer.bench.contestant import Contestant
 from reluformer.bench.features import features
 from reluformer.bench.flex import flex_contestants
+from reluformer.bench.rules import rules
 from reluformer.ops import attention
 from reluformer.ops.backends.registry import BACKENDS
 
@@ -37,6 +38,8 @@ def contestants(case: Case) -> dict[str, Contestant]:
     for name, backend in _SDPA.items():
         entrants.append(Contestant(name, "softmax", partial(_sdpa, backend, case.causal), case))
     entrants += flex_contestants(case)
+    if case.group == "dense":
+        entrants += rules(case)
     return {contestant.name: contestant for contestant in entrants}
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from reluformer.bench.cases import Case
 from reluformer.bench.contestant import Contestant, Options, Run
+from reluformer.bench.rules import as_in_models, on_triton
 from reluformer.model.config import AttentionConfig
-from reluformer.ops.api import relu_attention
 from reluformer.ops.backends.cpu import op as cpu
 from reluformer.ops.backends.triton import op as triton
 from reluformer.ops.call import Call, Packing
@@ -52,7 +52,7 @@ def features(case: Case) -> dict[str, Contestant]:
         ),
         _feature("power two", case, lambda batch, heads: {"power": 2}),
         _feature("power four", case, lambda batch, heads: {"power": 4}),
-        _as_in_models(case),
+        as_in_models("as in the models", case, AttentionConfig(), with_row_sums=True),
         _feature("window of a quarter", case, lambda batch, heads: {"window": n // 4}),
         replace(
             _feature("dropout", case),
@@ -71,51 +71,23 @@ def _feature(
     """A call with one option."""
     run = _kernel(case, {**options(case.batch, case.heads), "return_sums": _LEVELS[statistics]})
     return Contestant(
-        name, "relu", run, case, _on_triton(case), options=options, statistics=statistics
+        name, "relu", run, case, on_triton(case), options=options, statistics=statistics
     )
 
 
 def _sampled(case: Case) -> Contestant:
     """Row sums, and entropies of one block of query rows in eight."""
     run = _kernel(case, {"return_sums": "entropy", "entropy_every": 8})
-    reason = None if _on_triton(case) else "the CPU backend computes all entropies"
+    reason = None if on_triton(case) else "the CPU backend computes all entropies"
     return Contestant(
-        "row sums, one entropy in 8", "relu", run, case, _on_triton(case), statistics=2,
+        "row sums, one entropy in 8", "relu", run, case, on_triton(case), statistics=2,
         entropy_every=8, absent=reason,
     )  # fmt: skip
 
 
-def _as_in_models(case: Case) -> Contestant:
-    """The default attention of models, with the row sums for their loss."""
-    config = AttentionConfig()
-
-    def options(batch: int, heads: int) -> dict[str, Any]:
-        threshold = torch.full((heads,), config.first_threshold, device=case.device)
-        return {**config.fixed_options, "threshold": threshold}
-
-    settings = options(case.batch, case.heads)
-    impl = "triton" if _on_triton(case) else "cpu"
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        result = relu_attention(
-            q, k, v, causal=case.causal, impl=impl, return_sums="row_sum", **settings
-        )
-        return result.output, result.sums.row_sum
-
-    return Contestant(
-        "as in the models", "relu", run, case, _on_triton(case), options=options, statistics=1
-    )
-
-
-def _on_triton(case: Case) -> bool:
-    """Whether the Triton kernels run the case; otherwise the CPU backend does."""
-    like = torch.empty(1, 1, 1, case.width, device=case.device, dtype=getattr(torch, case.dtype))
-    return triton.why_not(Call(like, like, like, Visibility(), scale=1.0), Rectified()) is None
-
-
 def _kernel(case: Case, change: Mapping[str, Any], packing: Packing | None = None) -> Run:
     """A direct call of the fused kernel; `change` holds fields of call, rule and visibility."""
-    kernel = triton.attend if _on_triton(case) else cpu.attend
+    kernel = triton.attend if on_triton(case) else cpu.attend
     rule = Rectified(**_fields(Rectified, change))
     visibility = Visibility(**{"causal": case.causal, **_fields(Visibility, change)})
     shared = {name: change[name] for name in Call._fields if name in change}
@@ -166,6 +138,6 @@ def _packed(name: str, case: Case, cuts: Sequence[int] = ()) -> Contestant:
         side = position < torch.tensor([[cuts[0]], [cuts[-1]]], device=case.device)
         return {"mask": (side[:, :, None] == side[:, None, :]).unsqueeze(1)}
 
-    on_triton = _on_triton(case)
-    reason = None if on_triton else "the CPU backend does not support packed sequences"
-    return Contestant(name, "relu", run, case, on_triton, options, absent=reason, work=work)
+    runs = on_triton(case)
+    reason = None if runs else "the CPU backend does not support packed sequences"
+    return Contestant(name, "relu", run, case, runs, options, absent=reason, work=work)

@@ -6,6 +6,7 @@ from typing import Any
 
 from reluformer.bench.cases import Case, Mode
 from reluformer.bench.report import MATMUL, Report, Row
+from reluformer.bench.rules import DEFAULT, OTHERS
 from reluformer.errors import UserError
 from reluformer.files import atomic_path
 
@@ -16,6 +17,7 @@ _MODES: dict[Mode, str] = {"forward": "forward", "both": "forward and backward"}
 _STYLES: dict[str, dict[str, Any]] = {
     "relu triton": {"color": "#c1121f", "linewidth": 2.4, "marker": "o"},
     "relu cpu": {"color": "#c1121f", "linewidth": 2.4, "marker": "o"},
+    DEFAULT: {"color": "#f77f00", "linewidth": 2.4, "marker": "o"},
     "SDPA-cuDNN": {"color": "#1d4e89", "marker": "s"},
     "SDPA-flash": {"color": "#3a86c8", "marker": "^"},
     "softmax sdpa": {"color": "#8ab6d6", "marker": "v"},
@@ -96,7 +98,8 @@ def _draw(axis: Any, report: Report, cases: list[Case], mode: Mode) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for case in cases:
         for row in report.rows:
-            if row.case == case.name and row.mode == mode:
+            # One row-normalised power is enough in a figure with many lines.
+            if row.case == case.name and row.mode == mode and row.name not in OTHERS:
                 lines.setdefault(row.name, []).append((case.keys, _rate(case, row)))
     for name, points in lines.items():
         style = {"linewidth": 1.4, "markersize": 5, **_STYLES.get(name, _OTHER)}

@@ -14,6 +14,8 @@ from reluformer.bench.cases import Case
 from reluformer.bench.contestant import Contestant, Run
 from reluformer.bench.contestants import contestants
 from reluformer.bench.flex import flex_log_of_relu, flex_softmax, keep_graph
+from reluformer.bench.rules import DEFAULT, as_in_models
+from reluformer.model.config import AttentionConfig
 from reluformer.ops import relu_attention
 
 CASE = Case("dense", "cpu", "float32", 2, 4, 2, 40, 40, 16, causal=True)
@@ -29,7 +31,8 @@ def verdict(run: Run, case: Case = CASE, kind: str = "relu") -> gate.Check:
 
 def test_every_implementation_passes_or_gives_a_reason() -> None:
     checks = {each.name: gate.check(CASE, each) for each in contestants(CASE).values()}
-    for name in ("relu cpu", "relu reference", "softmax sdpa", "SDPA-flash", "entmax15 reference"):
+    right = ("relu cpu", "relu reference", "softmax sdpa", "SDPA-flash", "entmax15 reference")
+    for name in (*right, DEFAULT):
         assert checks[name].passed, checks[name]
         assert {"out", "dq", "dk", "dv"} <= set(checks[name].errors)
     assert "hard dv" in checks["relu cpu"].errors
@@ -80,6 +83,23 @@ def test_a_wrong_kernel_is_refused(run: Run, named: str) -> None:
     found = verdict(run)
     assert not found.passed and found.refused is not None and named in found.refused
     assert found.errors
+
+
+def test_every_power_matches_its_own_formula_only() -> None:
+    configs = [AttentionConfig(power=power) for power in (2, 4, 8)]
+    entrants = [as_in_models(f"power {each.power}", CASE, each) for each in configs]
+    for entrant in entrants:
+        assert gate.check(CASE, entrant).passed
+    swapped = replace(entrants[0], run=entrants[1].run)
+    assert not gate.check(CASE, swapped).passed
+
+
+def test_powers_above_two_may_have_larger_errors() -> None:
+    plain = Contestant("injected", "relu", relu, replace(CASE, dtype="bfloat16", device="cuda"))
+    fourth = replace(plain, power=4)
+    assert gate._verdict(plain, {"out": 4e-3}) is not None
+    assert gate._verdict(fourth, {"out": 4e-3}) is None
+    assert gate._verdict(fourth, {"out": 6e-3}) is not None
 
 
 def test_a_correct_kernel_passes() -> None:

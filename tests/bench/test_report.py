@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from reluformer.bench.plot import panels_of, plot
 from reluformer.bench.report import Report, table
+from reluformer.bench.rules import DEFAULT, OTHERS
 from reluformer.errors import UserError
 from reluformer.files import write_json
 from tests.bench.synthetic import DECODE, report
@@ -72,6 +74,17 @@ def test_the_figure_is_reproducible_and_names_its_lines(suffix: str, tmp_path: P
             assert part in text
     else:
         assert first.startswith(b"\x89PNG") and len(first) > 10_000
+
+
+def test_the_figure_shows_one_row_normalised_power(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = report()
+    ours = [row for row in found.rows if row.name == "relu triton"]
+    for name in (DEFAULT, *OTHERS):
+        found.rows += [replace(row, name=name) for row in ours]
+    plot(found, tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert DEFAULT in text and not any(name in text for name in OTHERS)
 
 
 def test_a_figure_that_cannot_be_drawn_is_refused_without_a_file(
