@@ -296,7 +296,7 @@ def _language() -> SimpleNamespace:
         exp2=torch.exp2, log2=torch.log2, abs=torch.abs, sum=lambda x, axis: x.sum(axis),
         arange=lambda low, high, layout: torch.arange(low, high),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+        reshape=lambda x, shape: _value(x).reshape(shape), permute=lambda x, order: x.permute(order),
         split=lambda x: x.unbind(-1), join=lambda *x: torch.stack(x, -1),
         broadcast=lambda *x: torch.broadcast_tensors(*x), convert_layout=lambda x, *_, **__: x,
         inline_asm_elementwise=_assembly, load=_load, store=_store,

@@ -194,16 +194,17 @@ def query_loop_separate(
         end_block(held)
         grad = add_row_terms(dp, row_terms, CONFIG)
         ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
+        if CONFIG.GRADIENTS:
+            # After the start of dK, this would copy its operand first.
+            store_gradients(ds, block, key_tile.key < key_tile.end)
+            block = blocks
+            blocks += PAIRS
         q_held = streamed_tile(q_bufs, held, CONFIG)
         dk = warpgroup_mma(
             as_left_operand(ds, p_layout), q_held, dk, use_acc=adds, is_async=True
         )  # [ROWS, D]
         g_t = streamed_tile(g_bufs, ring.stage, CONFIG).permute((1, 0))
         dp = warpgroup_mma(v_tile, g_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
-        if CONFIG.GRADIENTS:
-            store_gradients(ds, block, key_tile.key < key_tile.end)
-            block = blocks
-            blocks += PAIRS
         # dK and dP stay in flight.
         s, dv = warpgroup_mma_wait(2, [s, dv])
         row_terms = load_terms(terms, s, CONFIG)

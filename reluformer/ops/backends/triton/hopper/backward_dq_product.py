@@ -114,7 +114,8 @@ def _key_loop(
     for j in range(low, high):
         mbarrier.wait(shared.full.index(ring.stage), ring.phase)
         blocks = shared.gradients.index(ring.stage * CONSUMERS + consumer)
-        ds = load_gradients(blocks.reshape([CONFIG.ROWS, CONFIG.COLS]))  # [ROWS, COLS / 2]
+        blocks = blocks.reshape([CONFIG.ROWS, CONFIG.COLS])
+        ds = load_gradients(blocks, CONFIG.ROWS)  # [ROWS, COLS / 2]
         k_tile = streamed_tile(shared.keys, ring.stage, CONFIG)  # [COLS, D]
         if MASKED:
             ds = mask_pairs(ds, bounds, j * CONFIG.COLS, CONFIG.CAUSAL)

@@ -42,9 +42,8 @@ def store_gradients(ds, block, condition):
 
 
 @gluon.jit
-def load_gradients(tile):
+def load_gradients(tile, ROWS: gl.constexpr):
     """Pairs of dS [ROWS queries, 32 pairs of keys] from ROWS / 64 blocks [ROWS, 64]."""
-    ROWS: gl.constexpr = tile.shape[0]
     # 16 bytes per thread; a warp reads 512 contiguous bytes, those of one (w, m).
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = gl.reshape(tile.load(layout), [ROWS // SIDE, 4, 4, 8, 4, 2, 2, 2])

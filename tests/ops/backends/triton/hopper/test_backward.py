@@ -24,8 +24,8 @@ from tests.ops.rectified import Case, arguments
 from tests.ops.rectified import check as check_gradients
 
 FOLDER = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper"
-FILES = (FOLDER / "backward_dkv.py", FOLDER / "backward_dq.py")
-SOURCES = (gluon_emulator.kernels(FILES[0]), gluon_emulator.kernels(FILES[1]))
+FILES = tuple(FOLDER / f"backward_{name}.py" for name in ("dkv", "dq", "dq_product"))
+SOURCES = tuple(gluon_emulator.kernels(file) for file in FILES)
 SIDE, WIDTH, BATCH = 64, 16, 2
 # The fewest: one tile can be held while another is released unread.
 STAGES = 3
@@ -46,12 +46,14 @@ def gradients(
     in_registers: bool,
     seed: int,
     separate: bool = False,
-    sources: tuple[dict[str, Any], dict[str, Any]] = SOURCES,
+    stored_rows: int = 0,
+    sources: tuple[dict[str, Any], ...] = SOURCES,
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """(gradients of the kernels, of the reference, norm of the rows of the last one).
 
     The gradients are those of q, k, v and, if there is one, of the threshold. The latter is a sum
-    over all rows, whose terms can cancel.
+    over all rows, whose terms can cancel. With `stored_rows`, score gradients are stored, and a
+    consumer of the kernel for dQ owns that number of rows.
     """
     torch.manual_seed(seed)
     heads = group if group > 1 else 2
@@ -89,24 +91,37 @@ def gradients(
     head_blocks = padded // SIDE * key_blocks
     # Sign words that the kernel does not write have all bits set.
     bits = torch.full((256 * (BATCH * heads * head_blocks + 8),), -1, dtype=torch.int16)
+    # Score gradients that the kernel does not write are NaN.
+    score_gradients = torch.full(
+        (1, 1, BATCH * heads * head_blocks * SIDE, SIDE), float("nan"), dtype=torch.bfloat16
+    )
+    stored = score_gradients.view(torch.int32) if stored_rows else bits
     results = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     row_shift = torch.full((BATCH, heads, queries), float("nan"))
     describe = gluon_emulator.Descriptor
-    inputs = [describe(x, SIDE) for x in (q, k, v, grad)]
     config = BackwardConfig(
         D=WIDTH, GROUP=group, ROWS=SIDE, COLS=SIDE, STAGES=STAGES, IN_REGISTERS=in_registers,
         CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
         ROW_TERMS=sums, GRAD_SCALED=per_row, RAGGED=keys % SIDE > 0, SIGNS=signs,
-        SEPARATE_SCORES=separate,
+        GRADIENTS=stored_rows > 0, SEPARATE_SCORES=separate,
     )  # fmt: skip
-    names = ("hopper_dkv_kernel", "hopper_dq_kernel")
-    for at, (resident_heads, length) in enumerate(((kv_heads, keys), (heads, queries))):
-        tiles = math.ceil(length / (2 * SIDE))
+    inputs = [(q, SIDE), (k, SIDE), (v, SIDE), (grad, SIDE)]
+    launches = [
+        (0, "hopper_dkv_kernel", [*inputs, (results[1], SIDE), (results[2], SIDE)]),
+        (1, "hopper_dq_kernel", [*inputs, (results[0], SIDE)]),
+    ]
+    if stored_rows:
+        tiled = [(score_gradients, stored_rows), (k, SIDE), (results[0], stored_rows)]
+        launches[1] = (2, "hopper_dq_product_kernel", tiled)
+    for at, name, tiled in launches:
+        resident_heads, length = (heads, queries) if at else (kv_heads, keys)
+        rows = stored_rows if at == 2 else SIDE
+        tiles = math.ceil(length / (2 * rows))
         items = BATCH * resident_heads * (math.ceil(tiles / 2) if causal else tiles)
         sizes = (items, resident_heads, tiles, queries, keys, key_blocks, head_blocks, padded)
         tensors = (
             row_shift if at and thresholds is not None else None,
-            (bits.view(torch.int32) if at else bits) if signs else None,
+            (stored.view(torch.int32) if at else stored) if signs or stored_rows else None,
             terms if sums else None,
             gamma,
             thresholds,
@@ -114,15 +129,14 @@ def gradients(
         )
         pointers = (None if x is None else gluon_emulator.Pointer(x) for x in tensors)
         gluon_emulator.launch(
-            sources[at][names[at]],
+            sources[at][name],
             min(programs, items),
-            *inputs,
-            *(describe(x, SIDE) for x in (results[:1] if at else results[1:])),
+            *(describe(*each) for each in tiled),
             BackwardPointers(*pointers),  # type: ignore[arg-type]
             *map(torch.tensor, sizes),
             Scalars(scale, unit, 0.0, 0.5, None),
             seed=seed,
-            CONFIG=config,
+            CONFIG=config._replace(ROWS=rows),
         )
     if thresholds is not None:
         results.append(-row_shift.sum((0, 2)))
@@ -172,17 +186,19 @@ def check(*args: int, **options: Any) -> None:
     in_registers=st.booleans(),
     seed=st.integers(0, 1000),
     separate=st.booleans(),
+    stored_rows=st.sampled_from((0, 64, 128)),
 )
 def test_kernels_in_emulator_match_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
     padded: bool, group: int, sums: bool, signs: bool, in_registers: bool, seed: int,
-    separate: bool,
+    separate: bool, stored_rows: int,
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
     check(
         queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
-        group=group, sums=sums, signs=signs and power == 1, in_registers=in_registers, seed=seed,
-        separate=separate and power > 1,
+        group=group, sums=sums, signs=signs and power == 1 and not stored_rows,
+        in_registers=in_registers, seed=seed, separate=separate and power > 1,
+        stored_rows=stored_rows,
     )  # fmt: skip
 
 
@@ -268,7 +284,7 @@ def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gluon_emulator, "PAUSES", (0.0, 0.004))
     # Control: the kernels without the mistake pass under the same settings.
     check(*sizes, **options, seed=0)
-    sources = (SOURCES[0], broken) if at else (broken, SOURCES[1])
+    sources = (*SOURCES[:at], broken, *SOURCES[at + 1 :])
     with pytest.raises(AssertionError, match=error):  # noqa: PT012 (the delays are random)
         for seed in range(20):
             check(*sizes, **options, seed=seed, sources=sources)
