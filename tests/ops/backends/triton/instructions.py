@@ -50,8 +50,8 @@ def _slope(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
 
 
 def _transposed(even: Tensor, odd: Tensor) -> Tensor:
-    """`movmatrix`: pairs of the transposed 8 x 8 matrices [row, pair] of columns [..., row, pair, i, j]."""
-    x = torch.stack((even, odd), -1).movedim((-5, -4, -1), (-3, -2, -1))  # [i, j, row, pair, 2]
+    """`movmatrix`: transposed 8 x 8 matrices of the columns [..., row, pair, j, i], as pairs."""
+    x = torch.stack((even, odd), -1).movedim((-5, -4, -1), (-3, -2, -1))  # [j, i, row, pair, 2]
     low, high = x.flatten(-2).mT.unflatten(-1, (4, 2)).unbind(-1)
     return _pair(low, high).movedim((-2, -1), (-4, -3))
 

@@ -36,9 +36,9 @@ def _spill_limit(name: str) -> int:
 
     Decoding and kernels with a single loop do not spill. A second loop, which most tiles skip, may
     take a tenth of the 240 registers of a thread from the code around it. The widest kernel spills
-    more: 48 stores at power 8 with Triton 3.6, and 64 where it stores score gradients. Triton 3.9 calls its assembler with
-    `--regAllocOptLevel=2`, which makes them up to 92. The forward kernel of width 64
-    holds the weights of two key tiles above power 1.
+    more: 48 stores at power 8 with Triton 3.6, and 64 where it stores score gradients. Triton 3.9
+    calls its assembler with `--regAllocOptLevel=2`, which makes them up to 92. The forward kernel
+    of width 64 holds the weights of two key tiles above power 1.
     """
     if versions.installed() > (3, 6):
         for kernel, limit in _SPILLS_WITH_NEWER_TRITON.items():

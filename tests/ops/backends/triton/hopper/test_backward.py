@@ -402,4 +402,6 @@ def test_stored_gradients_change_only_the_order_of_sums(
     for at, (one, other) in enumerate(zip(recomputed, stored, strict=True)):
         if at in (1, 2):
             assert torch.equal(one, other)
-        assert (one.float() - other.float()).norm() <= 4e-3 * one.float().norm()
+        # The gradient of a threshold is a sum whose terms can cancel.
+        tolerance = 2e-2 if at == 3 else 4e-3
+        assert (one.float() - other.float()).norm() <= tolerance * one.float().norm()
