@@ -1,11 +1,13 @@
 """Score gradients in global memory, which the dK/dV kernel stores for a dQ kernel of one product.
 
-A block of 64 queries and 64 keys takes 8 KiB. Blocks lie [head, key block, query block]. In bfloat16,
-the gradient of query 16 m + 8 j + 2 c + e and key 16 w + 8 i + r is element [w, m, r, c, j, i, e] of
-its block. In the dK/dV kernel, thread (r, c) of warp w holds it in a pair of queries, and registers
-have the order in which a product takes its left operand: the thread stores 16 bytes at a time
-without moving them. In the dQ kernel (`backward_dq_product.py`), thread (r, c) of warp m loads the
-same 16 bytes. There a product takes pairs of keys, so the warp transposes its 8 x 8 matrices.
+A block of 64 queries and 64 keys takes 8 KiB. Blocks lie [head, key block, query block]. The
+gradient of query 16 m + 8 j + 2 c + e and key 16 w + 8 i + r is element [w, m, r, c, j, i, e] of
+its block, in bfloat16.
+
+In the dK/dV kernel, thread (r, c) of warp w holds it in a pair of queries, and its registers have
+the order in which a product takes its left operand: 16 bytes are stored at a time without moving
+them. In the dQ kernel (`backward_dq_product.py`), thread (r, c) of warp m loads the same 16 bytes.
+There a product takes pairs of keys, so each warp transposes its 8 x 8 matrices.
 """
 
 from triton.experimental import gluon
