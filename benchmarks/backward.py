@@ -15,6 +15,8 @@ are medians of the ratios to cuDNN within a round; above 1, our kernel is faster
                          dK/dV kernel stores, in chunks of 64 or 1024 MiB
     specialised          Hopper kernels, with stored signs where that is the default
     specialised, scores  Hopper kernels without stored signs
+    specialised, stored  Hopper kernels; the dQ kernel reads the score gradients that the dK/dV
+                         kernel stores, in chunks of 512 MiB
     q64/64/4/3, k...     portable kernels with another tile (query rows, keys, warps, stages) of the
                          dQ (q) or dK/dV (k) kernel
 
@@ -47,7 +49,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, DTYPE = ("cpu", torch.float32) if INTERPRETED else ("cuda", torch.bfloat16)
 PEER = SDPBackend.MATH if INTERPRETED else SDPBackend.CUDNN_ATTENTION
 DEFAULT, PLAIN, SCORES, MEMORY = "default", "plain", "scores", ("m64", "m1024")
-SPECIALISED = ("specialised", "specialised, scores")
+SPECIALISED = ("specialised", "specialised, scores", "specialised, stored")
 TOLERANCE, EPSILON = 6e-3, 1e-4
 NARROW = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/3", "q64/128/4/2")
 WIDE = ("q64/64/4/3", "q128/64/8/3", "q128/128/8/2")
@@ -99,7 +101,10 @@ def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
     chosen = None if variant == DEFAULT else variant in SPECIALISED
-    with tuning.override(overridden(variant), sign_bytes=limits.get(variant), hopper=chosen):
+    with tuning.override(
+        overridden(variant), sign_bytes=limits.get(variant), hopper=chosen,
+        gradient_bytes=512 << 20 if variant == SPECIALISED[2] else 0,
+    ):  # fmt: skip
         return run_backward.backward(
             *call, needs_shift=call.problem.optional.threshold is not None
         )[:3]

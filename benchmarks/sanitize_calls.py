@@ -102,10 +102,12 @@ def _dense(case: Case, hopper: bool, device: str, dtype: torch.dtype) -> Outputs
     # Descriptors or pointers, with either memory layout; the second launch reuses the first.
     for tma in (None, False):
         given = exact(arguments(case, dtype, device, transposed=tma is None))
-        for sign_bytes in (0, 1 << 20):
+        for sign_bytes, gradient_bytes in ((0, 0), (1 << 20, 0), (1 << 20, 1 << 24)):
             # Hopper kernels run where they can: head widths 64 and 128, by descriptors.
             chosen = hopper and sign_bytes > 0
-            with tuning.override(tma=tma, sign_bytes=sign_bytes, hopper=chosen):
+            with tuning.override(
+                tma=tma, sign_bytes=sign_bytes, gradient_bytes=gradient_bytes, hopper=chosen
+            ):
                 for _ in range(2):
                     outputs += found(op.attend, given)[0]
     return outputs

@@ -171,7 +171,7 @@ def work(problem: Problem, kernel: Kernel) -> Callable[[], object]:
     row_dot, shift = (None, None) if rows is None else (rows.clone(), torch.empty_like(rows))
     empty = [torch.empty_like(tensor) for tensor in problem[:3]]
     results = Results(empty[0], empty[1], empty[2], row_dot, shift)
-    launches = prepare(problem, grads, results, Choice(False, 0), has_signs=False)
+    launches = prepare(problem, grads, results, Choice(False, 0))
     scratch = run_backward.new_scratch(launches, problem, grads, None)
     run = run_backward.run_dkv if kernel == "dkv" else run_backward.run_dq
     return lambda: run(launches, problem, grads, results, scratch)

@@ -1,23 +1,26 @@
-"""Which kernels run a backward pass, and whether they exchange signs of weights.
+"""Which kernels run a backward pass, and what the first leaves to the second in memory.
 
 All kernels compute the same gradients; the choice affects speed and memory only.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan, tuning
 from reluformer.ops.backends.triton.hopper import launch_backward
 from reluformer.ops.backends.triton.portable.device import BLOCK
-from reluformer.ops.backends.triton.portable.sign_bits import SIDE, WIDEST
+from reluformer.ops.backends.triton.portable.sign_bits import SIDE, SLACK, WIDEST, WORDS
 from reluformer.ops.backends.triton.problem import Problem
 
 # Signs are faster from this many queries and keys on, up to this width (measured with
 # `benchmarks/backward.py`; other widths were not measured), and may take this much memory.
 _SIGNS_MIN_LENGTH, _SIGNS_MAX_WIDTH = 1024, 128
 _SIGN_BYTES = 256 << 20
+# Memory for score gradients of some heads, and of a single head that needs more.
+_GRADIENT_BYTES, _LONG_GRADIENT_BYTES = 256 << 20, 512 << 20
 
 
 class Choice(NamedTuple):
@@ -27,6 +30,13 @@ class Choice(NamedTuple):
     """Whether the warp-specialised kernels run."""
     sign_heads: int
     """Query heads, over all batches, whose signs are stored at a time; 0 without signs."""
+    gradient_heads: int = 0
+    """The same for score gradients, which are stored instead of signs."""
+
+    @property
+    def stored_heads(self) -> int:
+        """Query heads that run at a time because of what is stored of them; 0 for all heads."""
+        return self.sign_heads or self.gradient_heads
 
 
 def choose(problem: Problem, level: int, grad_out: Tensor) -> Choice:
@@ -34,7 +44,20 @@ def choose(problem: Problem, level: int, grad_out: Tensor) -> Choice:
     tensors = (problem.q, problem.k, problem.v, grad_out)
     signs_pay = _signs_are_faster(problem) and tuning.current().sign_bytes != 0
     uses_hopper = launch_backward.should_use(problem, level, tensors, signs_pay=signs_pay)
-    return Choice(uses_hopper, _sign_heads(problem, level, uses_hopper))
+    gradient_heads = _gradient_heads(problem) if uses_hopper else 0
+    sign_heads = 0 if gradient_heads else _sign_heads(problem, level, uses_hopper)
+    return Choice(uses_hopper, sign_heads, gradient_heads)
+
+
+def new_store(problem: Problem, choice: Choice) -> tuple[int, torch.dtype] | None:
+    """Length and dtype of the tensor that the first kernel leaves to the second, if it does."""
+    if choice.gradient_heads > 0:
+        return choice.gradient_heads * gradient_bytes(problem) // 4, torch.int32
+    if choice.sign_heads > 0:
+        # Readers of signs read ahead of the last block.
+        words = choice.sign_heads * sign_bytes(problem) // 2 + SLACK * int(WORDS.value)
+        return words, torch.int16
+    return None
 
 
 def sign_bytes(problem: Problem) -> int:
@@ -44,10 +67,27 @@ def sign_bytes(problem: Problem) -> int:
     return int(rows * cols // 8)
 
 
+def gradient_bytes(problem: Problem) -> int:
+    """Bytes for the score gradients of one head, padded like the signs."""
+    return 16 * sign_bytes(problem)
+
+
 def _signs_are_faster(problem: Problem) -> bool:
     settings = problem.settings
     is_long = min(settings.max_q, settings.max_k) >= _SIGNS_MIN_LENGTH
     return settings.power == 1 and is_long and problem.width <= _SIGNS_MAX_WIDTH
+
+
+def _gradient_heads(problem: Problem) -> int:
+    """`Choice.gradient_heads` of a call that the Hopper kernels run."""
+    limit = tuning.current().gradient_bytes
+    each = gradient_bytes(problem)
+    if limit is None:
+        if not launch_backward.stored_gradients_are_faster(problem):
+            return 0
+        limit = max(_GRADIENT_BYTES, min(each * problem.group, _LONG_GRADIENT_BYTES))
+    heads = min(limit // each, problem.q.shape[0] * problem.q.shape[1])
+    return heads if heads >= problem.group else 0
 
 
 def _sign_heads(problem: Problem, level: int, uses_hopper: bool) -> int:

@@ -90,9 +90,10 @@ class BackwardLaunches(NamedTuple):
 
 
 def prepare(
-    problem: Problem, grads: Gradients, results: Results, choice: Choice, *, has_signs: bool
+    problem: Problem, grads: Gradients, results: Results, choice: Choice
 ) -> BackwardLaunches:
     """The launches for tensors of these shapes and strides."""
+    has_signs = choice.sign_heads > 0
     tile = plan.pick_tile(problem, "dkv", signs=has_signs)
     is_half = problem.q.element_size() == 2
     # Where the pass runs anyway, for row normalisation, a scaled copy costs less than factors in
@@ -118,8 +119,13 @@ def prepare(
         row_terms = _row_terms_launch(problem, grads.level, is_scaled=scales_grad)
     level, dq, dk, dv = grads.level, results.dq, results.dk, results.dv
     if choice.uses_hopper:
-        dkv = launch_backward.dkv_launch(problem, level, source, dk, dv, signs=has_signs)
-        dq_launch = launch_backward.dq_launch(problem, level, source, dq, signs=has_signs)
+        dkv = launch_backward.dkv_launch(
+            problem, level, source, dk, dv, signs=has_signs, gradients=choice.gradient_heads > 0
+        )
+        if choice.gradient_heads > 0:
+            dq_launch = launch_backward.dq_product_launch(problem, dq, choice.gradient_heads)
+        else:
+            dq_launch = launch_backward.dq_launch(problem, level, source, dq, signs=has_signs)
     else:
         grads_read = grads._replace(grad_out=source)
         dkv = _dkv_launch(problem, grads_read, results, is_scaled=scales_grad, has_signs=has_signs)

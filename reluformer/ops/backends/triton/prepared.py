@@ -15,7 +15,7 @@ from torch import Tensor
 from reluformer.ops.backends.gamma_gradient import RowGradients
 from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.backends.triton import operators, run_backward, run_forward, tuning
-from reluformer.ops.backends.triton.backward_choice import Choice
+from reluformer.ops.backends.triton.backward_choice import Choice, new_store
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
 from reluformer.ops.backends.triton.launch import LAUNCHES, Launch, on_other_device, signature
 from reluformer.ops.backends.triton.layout import empty_heads
@@ -28,7 +28,6 @@ from reluformer.ops.backends.triton.run_backward import (
     Scratch,
     run_dkv,
     run_dq,
-    sign_words,
     terms_size,
 )
 from reluformer.ops.call import Call, KernelResult
@@ -158,14 +157,12 @@ class PreparedBackward:
         self.terms: SizeAndStrides | None = None
         if launches.has_terms:
             self.terms = _contiguous(*terms_size(problem, grads.level))
-        self.signs: SizeAndStrides | None = None
-        if choice.sign_heads > 0:
-            self.signs = _contiguous(sign_words(problem, choice.sign_heads))
+        self.store = new_store(problem, choice)
 
     def run(self, problem: Problem, grads: Gradients) -> BackwardResult:
         """Allocate the results and launch."""
         new, launches = problem.q.new_empty_strided, self.launches
-        rows, terms, signs = self.rows, self.terms, self.signs
+        rows, terms, store = self.rows, self.terms, self.store
         results = Results(
             new(*self.dq),
             new(*self.dk),
@@ -176,7 +173,7 @@ class PreparedBackward:
         scratch = Scratch(
             None if self.scaled is None else new(*self.scaled),
             None if terms is None else new(*terms, dtype=torch.float32),
-            None if signs is None else new(*signs, dtype=torch.int16),
+            None if store is None else new((store[0],), (1,), dtype=store[1]),
         )
         run_dkv(launches, problem, grads, results, scratch)
         run_dq(launches, problem, grads, results, scratch)

@@ -1,9 +1,9 @@
 """Host side of the backward pass: allocation and launches.
 
 One kernel computes dK and dV, another dQ. Each owns its outputs, so no sum depends on the order of
-programs. For power 1 the first kernel may store the signs of the weights, one bit each, which saves
-the second one a product. The memory for signs is bounded: where it does not hold all heads, the two
-kernels alternate on some heads at a time.
+programs. The first kernel may store something that saves the second one products: for power 1 the
+signs of the weights, one bit each, or on Hopper GPUs the score gradients. This memory is bounded:
+where it does not hold all heads, the two kernels alternate on some heads at a time.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,11 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import backward_launches
-from reluformer.ops.backends.triton.backward_choice import Choice, choose, sign_bytes
+from reluformer.ops.backends.triton.backward_choice import Choice, choose, new_store
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
 from reluformer.ops.backends.triton.launch import Key, KeyParts, Memory, on_other_device, signature
 from reluformer.ops.backends.triton.layout import row_values, zeroed
 from reluformer.ops.backends.triton.portable.device import BLOCK
-from reluformer.ops.backends.triton.portable.sign_bits import SLACK, WORDS
 from reluformer.ops.backends.triton.problem import Problem
 from reluformer.ops.backends.triton.run_packed import empty_packed_heads
 
@@ -62,10 +61,13 @@ def backward(problem: Problem, grads: Gradients, needs_shift: bool) -> BackwardR
     choice = CHOICES.get(key)
     if choice is None:
         choice = CHOICES.put(key, choose(problem, grads.level, grads.grad_out))
-    if choice.sign_heads == 0:
+    store = new_store(problem, choice)
+    if store is None:
         _run(problem, grads, results, None, key, choice)
     else:
-        _run_with_signs(problem, grads, results, key, choice)
+        length, dtype = store
+        stored = q.new_empty((length,), dtype=dtype)
+        _run_with_store(problem, grads, results, stored, key, choice)
     shift = None if row_shift is None else row_shift.sum((0,) if packed else (0, 2))
     return BackwardResult(dq, dk, dv, row_dot, shift)
 
@@ -78,16 +80,15 @@ def key_parts(problem: Problem, grads: Gradients, needs_shift: bool) -> KeyParts
     return ("backward", needs_shift, problem.settings), (*problem.tensors, *grads)
 
 
-def _run_with_signs(
-    problem: Problem, grads: Gradients, results: Results, key: Key, choice: Choice
+def _run_with_store(
+    problem: Problem, grads: Gradients, results: Results, stored: Tensor, key: Key, choice: Choice
 ) -> None:
-    """Run both kernels with signs, on as many heads at a time as the sign buffer holds."""
+    """Run both kernels on as many heads at a time as `stored` holds."""
     batches, heads = problem.k.shape[:2]
     group = problem.group
-    signs = problem.q.new_empty((sign_words(problem, choice.sign_heads),), dtype=torch.int16)
-    fit = choice.sign_heads // group
+    fit = choice.stored_heads // group
     if fit >= batches * heads:
-        _run(problem, grads, results, signs, key, choice)
+        _run(problem, grads, results, stored, key, choice)
         return
     for batch_part, key_part in _parts(batches, heads, fit):
         part = slice(key_part.start * group, key_part.stop * group)
@@ -96,13 +97,8 @@ def _run_with_signs(
         part_results = results.select(batch_part, part, key_part)
         # The slices have other shapes, and may not be aligned to 16 bytes.
         tensors = (*part_problem.tensors, *part_grads, *part_results)
-        part_key = signature(("backward of a part", problem.settings), tensors)
-        _run(part_problem, part_grads, part_results, signs, part_key, choice)
-
-
-def sign_words(problem: Problem, heads: int) -> int:
-    """Number of int16 for the signs of `heads` heads and for reads ahead of the last block."""
-    return int(heads * sign_bytes(problem) // 2 + SLACK * WORDS.value)
+        part_key = signature(("backward of a part", choice, problem.settings), tensors)
+        _run(part_problem, part_grads, part_results, stored, part_key, choice)
 
 
 def _parts(batches: int, heads: int, fit: int) -> Iterator[tuple[slice, slice]]:
@@ -129,18 +125,16 @@ def _run(
     problem: Problem,
     grads: Gradients,
     results: Results,
-    signs: Tensor | None,
+    stored: Tensor | None,
     key: Key,
     choice: Choice,
 ) -> None:
     """Launch the row passes and both kernels; `key` is the signature of all tensors."""
     launches = BACKWARD_LAUNCHES.get(key)
     if launches is None:
-        launches = backward_launches.prepare(
-            problem, grads, results, choice, has_signs=signs is not None
-        )
+        launches = backward_launches.prepare(problem, grads, results, choice)
         BACKWARD_LAUNCHES.put(key, launches)
-    scratch = new_scratch(launches, problem, grads, signs)
+    scratch = new_scratch(launches, problem, grads, stored)
     run_dkv(launches, problem, grads, results, scratch)
     run_dq(launches, problem, grads, results, scratch)
 
@@ -152,21 +146,21 @@ class Scratch(NamedTuple):
     """The output gradient times its row factors, where `BackwardLaunches.scales_grad`."""
     terms: Tensor | None
     """[sequences * H, level, padded rows], float32: see `row_terms_kernel`."""
-    signs: Tensor | None
-    """Signs of the weights, int16."""
+    stored: Tensor | None
+    """What dK/dV leaves to dQ: signs of the weights, int16, or pairs of score gradients, int32."""
 
 
 def new_scratch(
-    launches: BackwardLaunches, problem: Problem, grads: Gradients, signs: Tensor | None
+    launches: BackwardLaunches, problem: Problem, grads: Gradients, stored: Tensor | None
 ) -> Scratch:
-    """New temporary tensors for these launches."""
+    """New temporary tensors for these launches, with `stored`."""
     scaled = terms = None
     if launches.scales_grad:
         grad_out = grads.grad_out
         scaled = empty_packed_heads(grad_out, grad_out.shape[-1], problem.optional.cu_q)
     if launches.has_terms:
         terms = problem.q.new_empty(terms_size(problem, grads.level), dtype=torch.float32)
-    return Scratch(scaled, terms, signs)
+    return Scratch(scaled, terms, stored)
 
 
 def run_dkv(
@@ -179,7 +173,7 @@ def run_dkv(
     """Launch the passes over rows and the kernel for dK and dV, which fill `scratch` too."""
     q, k, v, optional, _ = problem
     grad_out, out, count, grad_sum, grad_log, row_sum = grads
-    scaled, terms, signs = scratch
+    scaled, terms, stored = scratch
     row_dot = results.row_dot if launches.dots_first else None
     if launches.scale_rows is not None:
         launches.scale_rows(
@@ -189,7 +183,7 @@ def run_dkv(
         launches.row_terms(grad_sum, grad_log, terms, count, row_sum, row_dot, optional)
     source = grad_out if scaled is None else scaled
     launches.dkv(
-        q, k, v, source, results.dk, results.dv, signs, terms, count, row_sum, optional
+        q, k, v, source, results.dk, results.dv, stored, terms, count, row_sum, optional
     )  # fmt: skip
 
 
@@ -204,8 +198,8 @@ def run_dq(
     q, k, v, optional, _ = problem
     grad_out, out, count, grad_sum, grad_log, row_sum = grads
     dq, _, _, row_dot, row_shift = results
-    scaled, terms, signs = scratch
-    pairs = None if signs is None else signs.view(torch.int32)
+    scaled, terms, stored = scratch
+    pairs = None if stored is None else stored.view(torch.int32)
     if launches.uses_hopper:
         source = grad_out if scaled is None else scaled
         launches.dq(q, k, v, source, dq, row_shift, pairs, terms, optional)

@@ -164,11 +164,14 @@ class Override(NamedTuple):
     """Whether tiles go through descriptors (True) or pointers (False); None for the default."""
     sign_bytes: int | None
     """Memory for signs of weights, which are stored wherever possible; 0 for nowhere."""
+    gradient_bytes: int | None
+    """Memory for score gradients, which the Hopper kernels then store wherever possible, instead of
+    computing them twice; 0 for nowhere."""
     hopper: bool | None
     """Whether the Hopper kernels run wherever they can (True) or never (False)."""
 
 
-_override = Override((), None, None, None)
+_override = Override((), None, None, None, None)
 
 
 def pick(
@@ -233,12 +236,13 @@ def override(
     tiles: dict[Kernel, Tile] | None = None,
     tma: bool | None = None,
     sign_bytes: int | None = None,
+    gradient_bytes: int | None = None,
     hopper: bool | None = None,
 ) -> Iterator[None]:
     """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, hopper)
+    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper)
     try:
         yield
     finally:

@@ -134,6 +134,8 @@ def main() -> None:
         power = 1 if causal == (width == 128) else 8
         COMPILER.label = f"{name}, scores" if power == 1 else f"{name}, power 8"
         hopper_backward(width, causal, power, 0)
+        COMPILER.label = f"{name}, power 4, stored"
+        hopper_backward(width, causal, 4, 0, gradient_bytes=64 << 20)
     # The kernel with the fewest registers to spare.
     COMPILER.label = "width 128, causal True, power 8"
     hopper_backward(128, True, 8, None)
@@ -161,13 +163,17 @@ def portable(width: int, causal: bool) -> None:
         run_backward.backward(call, grads._replace(grad_sum=rows, grad_log=rows), False)
 
 
-def hopper_backward(width: int, causal: bool, power: int, sign_bytes: int | None) -> None:
+def hopper_backward(
+    width: int, causal: bool, power: int, sign_bytes: int | None, gradient_bytes: int = 0
+) -> None:
     """A plain call, or, above power 1, a call of the models: padded, row-normalised, learned."""
     call = problem(width, causal=causal, power=power)
     if power > 1:
         optional = {"key_lengths": torch.zeros(1, dtype=torch.int32), "threshold": torch.empty(2)}
         call = problem(width, optional, causal=causal, power=power, row_normalise=1e-4)
-    with tuning.override(tma=True, sign_bytes=sign_bytes, hopper=True):
+    with tuning.override(
+        tma=True, sign_bytes=sign_bytes, gradient_bytes=gradient_bytes, hopper=True
+    ):
         run_backward.backward(call, gradients(call), power > 1)
 
 

@@ -49,6 +49,13 @@ def _slope(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
     return _pair(*(_halves(_pair(low, high)) * _halves(factors)).unbind(-1))
 
 
+def _transposed(even: Tensor, odd: Tensor) -> Tensor:
+    """`movmatrix`: transposed 8 x 8 matrices of the columns [..., row, pair, j, i], as pairs."""
+    x = torch.stack((even, odd), -1).movedim((-5, -4, -1), (-3, -2, -1))  # [j, i, row, pair, 2]
+    low, high = x.flatten(-2).mT.unflatten(-1, (4, 2)).unbind(-1)
+    return _pair(low, high).movedim((-2, -1), (-4, -3))
+
+
 def _sum(x: Tensor, y: Tensor) -> Tensor:
     """Sum in bfloat16, of bfloat16 tensors or of pairs."""
     if x.dtype == torch.bfloat16:
@@ -76,6 +83,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "set.ne": lambda code, p: _gates(_halves(p) != 0),
     "mul.rn.bf16x2": lambda code, *args: _slope(*args),
     "prmt": lambda code, low, high, x, selected: _pair(low, high) & _permuted(x, selected),
+    "movmatrix": lambda code, *args: _transposed(*args),
     "mov.b32 {": lambda code, x: _halves(x).view(torch.int16).unbind(-1),
     "lop3": _merge,
     "cvt.rn.relu.bf16x2": lambda code, x, *y: _rectified(x, *y),

@@ -90,13 +90,14 @@ def hopper() -> None:
 
 
 def hopper_backward() -> None:
-    """A warp-specialised backward with row normalisation."""
+    """A warp-specialised backward with row normalisation, without and with score gradients."""
     settings = Settings(0.125, 300, 300, causal=True, row_normalise=0.1)
     problem = Problem(LONG, LONG, LONG, NO_INPUTS._replace(key_lengths=LENGTHS), settings)
     out, row_sum = torch.zeros_like(LONG), torch.zeros(LONG.shape[:3])
     grads = run_backward.Gradients(torch.zeros_like(out), out, row_sum=row_sum)
-    with tuning.override(tma=True, hopper=True):
-        run_backward.backward(problem, grads, True)
+    for gradient_bytes in (0, 1 << 20):
+        with tuning.override(tma=True, gradient_bytes=gradient_bytes, hopper=True):
+            run_backward.backward(problem, grads, True)
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ def forward(call: Problem, statistics: int = 0) -> bool:
 def backward(call: Problem, level: int = 0, sign_bytes: int | None = None) -> tuple[bool, bool]:
     """(whether a backward runs on the Hopper kernels, whether it stores signs)."""
     with tuning.override(tma=True, sign_bytes=sign_bytes):
-        uses_hopper, sign_heads = backward_choice.choose(call, level, torch.empty_like(call.q))
-    return uses_hopper, sign_heads > 0
+        choice = backward_choice.choose(call, level, torch.empty_like(call.q))
+    return choice.uses_hopper, choice.sign_heads > 0
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -82,6 +82,31 @@ def test_backward_at_width_64_stores_signs_only_with_the_portable_kernels() -> N
     assert backward(problem(64, 1024)) == (False, True)
     assert backward(problem(64, 1024), sign_bytes=0) == (True, False)
     assert backward(problem(64, 4096, power=8, threshold=torch.empty(8))) == (True, False)
+
+
+def gradient_heads(call: Problem, level: int = 0, limit: int | None = None) -> int:
+    """Heads whose score gradients are stored at a time."""
+    with tuning.override(tma=True, gradient_bytes=limit):
+        choice = backward_choice.choose(call, level, torch.empty_like(call.q))
+    assert choice.gradient_heads == 0 or choice.sign_heads == 0
+    return choice.gradient_heads
+
+
+def test_backward_stores_score_gradients_in_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = problem(128, 4096, power=4, threshold=torch.empty(8))
+    # A head of 4096 queries and keys takes 32 MiB.
+    assert gradient_heads(call, limit=100 << 20) == 3
+    assert gradient_heads(call, limit=1 << 40) == 32, "all heads"
+    assert gradient_heads(call, limit=31 << 20) == gradient_heads(call, limit=0) == 0
+    assert gradient_heads(call, level=2, limit=1 << 40) == 0, "the portable kernels run"
+    monkeypatch.setattr(launch_backward, "stored_gradients_are_faster", lambda problem: True)
+    assert gradient_heads(call) == 8, "256 MiB"
+    shared = call._replace(k=call.k[:, :1], v=call.v[:, :1])
+    assert gradient_heads(shared) == 8
+    assert gradient_heads(shared, limit=255 << 20) == 0, "heads that share keys do not fit"
+    long = problem(128, 16_384, batch=1, heads=2, power=4)
+    assert gradient_heads(long) == 1, "one head of 512 MiB"
+    assert gradient_heads(problem(128, 16_640, batch=1, heads=2, power=4)) == 0
 
 
 def test_entropy_gradients_and_float16_run_on_the_portable_kernels() -> None:

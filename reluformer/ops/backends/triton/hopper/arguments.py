@@ -35,8 +35,9 @@ class BackwardPointers(NamedTuple):
 
     row_shift: Tensor | None
     """Sum of dS over each row, written by dQ: [B, H, Tq], float32."""
-    signs: Tensor | None
-    """Signs of the weights, a bit each (`portable/sign_bits.py`): int16 in dK/dV, int32 in dQ."""
+    stored: Tensor | None
+    """What dK/dV stores for dQ: signs of the weights (`portable/sign_bits.py`), int16 in dK/dV and
+    int32 in dQ, or score gradients (`stored_gradients.py`), int32."""
     terms: Tensor | None
     """Terms that the gradient of row sums adds to dP: [B, H, padded Tq], float32."""
     gamma: Tensor | None
@@ -92,16 +93,16 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """Options of `hopper_dkv_kernel` and `hopper_dq_kernel`."""
+    """Options of `hopper_dkv_kernel`, `hopper_dq_kernel` and `hopper_dq_product_kernel`."""
 
     D: int
     """Head width of queries, keys and values."""
     GROUP: int
     """Query heads per key head."""
     ROWS: int
-    """Resident rows of each of the two consumers; 64 with `SIGNS`."""
+    """Rows that each of the two consumers owns; 64 in dK/dV and with `SIGNS`."""
     COLS: int
-    """Rows of a streamed tile; 64 with `SIGNS`."""
+    """Rows of a streamed tile; 64 with `SIGNS` or `GRADIENTS`."""
     STAGES: int
     """Number of pairs of buffers for streamed tiles."""
     IN_REGISTERS: bool
@@ -120,6 +121,8 @@ class BackwardConfig(NamedTuple):
     """Whether the last key tile is partial."""
     SIGNS: bool
     """Whether dK/dV writes the signs of the weights, and dQ reads them instead of Q."""
+    GRADIENTS: bool
+    """Whether dK/dV stores its score gradients; then dQ is the product with them alone."""
     SEPARATE_SCORES: bool
     """Whether S^T and dP^T have registers of their own in dK/dV (power above 1, no `SIGNS`)."""
 

@@ -44,6 +44,7 @@ from reluformer.ops.backends.triton.hopper.device import (
     advance,
     key_end,
     key_tile_counts,
+    store_tile,
     tile_coordinates,
     tile_count,
 )
@@ -236,3 +237,22 @@ def gradient_factors(end, gamma, head, scalars, CONFIG: gl.constexpr):
     if CONFIG.SCALE_SCORES:
         slope = slope * scalars.scale
     return factor, slope
+
+
+@gluon.jit
+def write_query_gradient(
+    acc, row_shift, dq, batch, head, row, end, pointers, buffer, sizes, scalars,
+    CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Scale and store dQ [ROWS, D] of a consumer through `buffer`, and sums of dS if wanted.
+
+    `row_shift` [ROWS] has the layout of a row of scores.
+    """
+    _, slope = gradient_factors(end, pointers.gamma, head, scalars, CONFIG)
+    if pointers.row_shift is not None:
+        rows = row + gl.arange(0, CONFIG.ROWS, row_shift.type.layout)
+        # `slope` contains the derivative of a score by its product, `scale`; a shift has none.
+        sums = row_shift * (slope / scalars.scale)
+        places = pointers.row_shift + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + rows
+        gl.store(places, sums, mask=rows < sizes.n_q)
+    store_tile(acc * slope, dq, buffer, batch, head, row)

@@ -16,7 +16,8 @@ Two loops, in `backward_dkv_loops.py`:
     SEPARATE_SCORES     starts dV of the previous query tile and S^T of this one, computes dS^T of
                         the previous one, starts its dK and dP^T of this one, computes the weights
 
-The second has a product beside all of its arithmetic, and 32 registers more: width 64 only.
+The second has a product beside all of its arithmetic, and 32 registers more: width 64 only. With
+GRADIENTS both store dS^T for `backward_dq_product.py`.
 
 Registers of a consumer: S^T and dP^T [ROWS, COLS] in float32, in the same registers without
 SEPARATE_SCORES, dK and dV [ROWS, D] in float32, pairs of P^T and dS^T (`bf16_pairs.py`), and K and
@@ -71,14 +72,23 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_coordinates,
     tile_count,
 )
+from reluformer.ops.backends.triton.hopper.stored_gradients import gradient_block, store_gradients
 from reluformer.ops.backends.triton.versions import thread_barrier
 
 
 @gluon.jit
-def _sign_block(signs, head, tile, key, sizes):
-    """Pointer to the sign block of a query tile of query head `head` and the keys from `key`."""
-    block = head.to(gl.int64) * sizes.head_blocks + tile.to(gl.int64) * sizes.key_blocks + key // 64
-    return signs + block * 256
+def _stored_block(stored, head, tile, key, sizes, CONFIG: gl.constexpr):
+    """Pointer to the block of a query tile of query head `head` and the keys from `key`, or 0.
+
+    Its signs or its score gradients are stored there.
+    """
+    place = 0
+    if CONFIG.SIGNS:
+        block = head.to(gl.int64) * sizes.head_blocks + tile.to(gl.int64) * sizes.key_blocks
+        place = stored + (block + key // 64) * 256
+    if CONFIG.GRADIENTS:
+        place = gradient_block(stored, head, tile, key, sizes)
+    return place
 
 
 @gluon.jit
@@ -130,9 +140,9 @@ def _first_query_tile(
         # dV starts with this tile: nothing is added to it.
         g_tile = streamed_tile(g_bufs, ring.stage, CONFIG)
         dv = warpgroup_mma(as_left_operand(p, p_layout), g_tile, dv, use_acc=False, is_async=True)
+    block = _stored_block(pointers.stored, query_head, low, key_tile.key, sizes, CONFIG)
     if CONFIG.SIGNS:
         # There are no blocks past the last key.
-        block = _sign_block(pointers.signs, query_head, low, key_tile.key, sizes)
         store_signs(p, block, key_tile.key < sizes.n_k)
     terms = 0
     if CONFIG.ROW_TERMS:
@@ -140,10 +150,12 @@ def _first_query_tile(
     row_terms = load_terms(terms, s, CONFIG)
     if CONFIG.SEPARATE_SCORES:
         dp = warpgroup_mma_wait(0, [dp])
-        ds = PendingGradients(relu_pow_minus_1, row_terms, s)
+        ds = PendingGradients(relu_pow_minus_1, row_terms, s, block)
     else:
         dp, dv = warpgroup_mma_wait(0, [dp, dv])
         ds = score_gradients(add_row_terms(dp, row_terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
+        if CONFIG.GRADIENTS:
+            store_gradients(ds, block, key_tile.key < key_tile.end)
     return dv, dp, p, ds
 
 
@@ -176,9 +188,7 @@ def _query_heads(
             terms = pointers.terms + (
                 query_head.to(gl.int64) * sizes.term_rows + start * CONFIG.COLS
             )
-        blocks = 0
-        if CONFIG.SIGNS:
-            blocks = _sign_block(pointers.signs, query_head, start, key, sizes)
+        blocks = _stored_block(pointers.stored, query_head, start, key, sizes, CONFIG)
         # With causality a loop over masked tiles, then one over unmasked tiles.
         for loop in gl.static_range(2 if CONFIG.CAUSAL else 1):
             stop = unmasked if CONFIG.CAUSAL and loop == 0 else high
@@ -277,9 +287,11 @@ def _consumer(
                 as_left_operand(p, p_layout), streamed_tile(g_bufs, held, CONFIG), dv_acc,
                 use_acc=has_more, is_async=True,
             )  # fmt: skip
-            relu_pow_minus_1, row_terms, s = ds
+            relu_pow_minus_1, row_terms, s, block = ds
             grad = add_row_terms(dp, row_terms, CONFIG)
             ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
+            if CONFIG.GRADIENTS:
+                store_gradients(ds, block, key_tile.key < key_tile.end)
         dk_acc = warpgroup_mma(
             as_left_operand(ds, p_layout), streamed_tile(q_bufs, held, CONFIG), dk_acc,
             use_acc=has_more, is_async=True,

@@ -22,6 +22,7 @@ from reluformer.ops.backends.triton.hopper.bf16_pairs import (
     store_signs,
 )
 from reluformer.ops.backends.triton.hopper.device import advance, end_block, shift_scores
+from reluformer.ops.backends.triton.hopper.stored_gradients import PAIRS, store_gradients
 
 
 class KeyTile(NamedTuple):
@@ -74,6 +75,8 @@ class PendingGradients(NamedTuple):
     """[COLS], or 0."""
     s: Any
     """Registers of S^T, [ROWS, COLS]."""
+    block: Any
+    """Pointer to the block where they are stored, or 0."""
 
 
 @gluon.jit
@@ -119,7 +122,7 @@ def query_loop(
     Args:
         member: number of the query head in its group.
         terms: pointer to the row terms of query tile `start`.
-        blocks: pointer to the sign block of query tile `start`.
+        blocks: pointer to the block of query tile `start`, of signs or score gradients.
     """
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -154,6 +157,9 @@ def query_loop(
         ds = score_gradients(add_row_terms(dp, row_terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
         if CONFIG.ROW_TERMS:
             terms += CONFIG.COLS
+        if CONFIG.GRADIENTS:
+            store_gradients(ds, blocks, key_tile.key < key_tile.end)
+            blocks += PAIRS
         end_block(ring.stage)
         dv = warpgroup_mma_wait(0, [dv])
         mbarrier.arrive(shared.empty.index(held), count=1)
@@ -175,7 +181,7 @@ def query_loop_separate(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     _k_bufs, _v_bufs, q_bufs, g_bufs = shared.buffers
     dk, dv, dp, p, pending, held, ring = state
-    relu_pow_minus_1, row_terms, s = pending
+    relu_pow_minus_1, row_terms, s, block = pending
     for t in range(start, stop):
         # dV and dK are of the previous query tile; the first of all does not add to anything.
         adds = member * (key_tile.high - key_tile.low) + t > key_tile.low + 1
@@ -188,6 +194,11 @@ def query_loop_separate(
         end_block(held)
         grad = add_row_terms(dp, row_terms, CONFIG)
         ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
+        if CONFIG.GRADIENTS:
+            # After the start of dK, this would copy its operand first.
+            store_gradients(ds, block, key_tile.key < key_tile.end)
+            block = blocks
+            blocks += PAIRS
         q_held = streamed_tile(q_bufs, held, CONFIG)
         dk = warpgroup_mma(
             as_left_operand(ds, p_layout), q_held, dk, use_acc=adds, is_async=True
@@ -207,5 +218,5 @@ def query_loop_separate(
         mbarrier.arrive(shared.empty.index(held), count=1)
         held = ring.stage
         ring = advance(ring, CONFIG.STAGES)
-    pending = PendingGradients(relu_pow_minus_1, row_terms, s)
+    pending = PendingGradients(relu_pow_minus_1, row_terms, s, block)
     return QueryLoopState(dk, dv, dp, p, pending, held, ring), terms, blocks

@@ -33,10 +33,10 @@ from reluformer.ops.backends.triton.hopper.backward_device import (
     BackwardSizes,
     allocate_barriers,
     backward_producer,
-    gradient_factors,
     release_unread,
     resident_tile,
     streamed_tile,
+    write_query_gradient,
 )
 from reluformer.ops.backends.triton.hopper.backward_dq_loops import (
     DqLoopState,
@@ -62,7 +62,6 @@ from reluformer.ops.backends.triton.hopper.device import (
     opaque,
     release_loaded,
     scaled_threshold,
-    store_tile,
     tile_coordinates,
     tile_count,
     zero_padding,
@@ -152,24 +151,6 @@ def _start_first_product(
 
 
 @gluon.jit
-def _write_tile(
-    acc, row_shift, dq, batch, head, row, end, pointers, shared, sizes, scalars,
-    consumer: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    """Scale and store dQ [ROWS, D] of a consumer, and the sums of dS [ROWS] if they are wanted."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    _, slope = gradient_factors(end, pointers.gamma, head, scalars, CONFIG)
-    if pointers.row_shift is not None:
-        rows = row + gl.arange(0, CONFIG.ROWS, row_layout)
-        # `slope` contains the derivative of a score by its product, `scale`; a shift has none.
-        sums = gl.convert_layout(gl.sum(row_shift, 1), row_layout) * (slope / scalars.scale)
-        places = pointers.row_shift + (batch * sizes.heads + head).to(gl.int64) * sizes.n_q + rows
-        gl.store(places, sums, mask=rows < sizes.n_q)
-    store_tile(acc * slope, dq, shared.out.index(consumer), batch, head, row)
-
-
-@gluon.jit
 def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONFIG: gl.constexpr):
     """Compute dQ of rows [consumer * ROWS, (consumer + 1) * ROWS) of every query tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.COLS, 16])
@@ -191,7 +172,7 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
     words = 0
     words_at = 0
     if CONFIG.SIGNS:
-        words_at = sign_pointers(pointers.signs, dp)
+        words_at = sign_pointers(pointers.stored, dp)
 
     q_tile, g_tile = _wait_for_resident(shared, 0, consumer, CONFIG)  # [ROWS, D]
     mbarrier.wait(shared.full.index(ring.stage), ring.phase)
@@ -296,9 +277,11 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
         s, dp, words = _start_first_product(
             q_tile, g_tile, shared, ring, s, dp, words, words_at, step + 1, sizes, consumer, CONFIG
         )
-        _write_tile(
-            acc, row_shift, dq, batch, head, row, end, pointers, shared, sizes, scalars, consumer,
-            CONFIG,
+        if ROW_SHIFT:
+            row_shift = gl.convert_layout(gl.sum(row_shift, 1), row_layout)  # [ROWS]
+        write_query_gradient(
+            acc, row_shift, dq, batch, head, row, end, pointers, shared.out.index(consumer), sizes,
+            scalars, CONFIG,
         )  # fmt: skip
         if CONFIG.SIGNS:
             dp = warpgroup_mma_wait(0, [dp])

@@ -6,6 +6,7 @@ The launches take their tensors in the same order as the launches of the portabl
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -38,24 +39,34 @@ class Buffering(NamedTuple):
     """How a backward kernel holds its operands."""
 
     stages: int
-    """Pairs of buffers for streamed tiles."""
+    """Sets of buffers for streamed tiles."""
     in_registers: bool
     """Whether resident tiles are held in registers."""
+    rows: int = _SIDE
+    """Rows that each of the two consumers owns."""
 
 
 # By head width: for dK/dV, for dQ, and for dQ from signs.
 _DKV = {64: Buffering(8, True), 128: Buffering(4, False)}
 _DQ = {64: Buffering(8, True), 128: Buffering(4, False)}
 _DQ_FROM_SIGNS = {64: Buffering(8, True), 128: Buffering(5, True)}
+# For dQ from score gradients, by head width and whether causal. More rows read fewer key tiles, and
+# fewer rows fill the GPU: with causality tiles come in pairs.
+_DQ_PRODUCT = {
+    (64, False): Buffering(4, False, 2 * _SIDE),
+    (128, False): Buffering(3, False, 2 * _SIDE),
+    (64, True): Buffering(7, False),
+    (128, True): Buffering(5, False),
+}
 
 
 class DkvLaunch(HopperLaunch):
     """Launch that takes the same tensors as a launch of the portable dK/dV kernel."""
 
     def __call__(self, *tensors: Any) -> None:
-        """Run on q, k, v, grad_out, dk, dv, signs, terms, count, row_sum and an OptionalInputs."""
-        *tiled, signs, terms, _count, _row_sum, optional = tensors
-        super().__call__(*tiled, BackwardPointers(None, signs, terms, *optional[:3]))
+        """Run on q, k, v, grad_out, dk, dv, stored, terms, count, row_sum and an OptionalInputs."""
+        *tiled, stored, terms, _count, _row_sum, optional = tensors
+        super().__call__(*tiled, BackwardPointers(None, stored, terms, *optional[:3]))
 
 
 class DqLaunch(HopperLaunch):
@@ -65,6 +76,16 @@ class DqLaunch(HopperLaunch):
         """Run on q, k, v, grad_out, dq, row_shift, signs, terms and an OptionalInputs."""
         *tiled, row_shift, signs, terms, optional = tensors
         super().__call__(*tiled, BackwardPointers(row_shift, signs, terms, *optional[:3]))
+
+
+class DqProductLaunch(HopperLaunch):
+    """Launch of the dQ kernel that reads score gradients; takes the same tensors."""
+
+    def __call__(self, *tensors: Any) -> None:
+        """Run on q, k, v, grad_out, dq, row_shift, score gradients, terms and an OptionalInputs."""
+        _q, k, _v, _grad_out, dq, row_shift, gradients, _terms, optional = tensors
+        blocks = gradients.view(torch.bfloat16).view(1, 1, -1, _SIDE)
+        super().__call__(blocks, k, dq, BackwardPointers(row_shift, None, None, *optional[:3]))
 
 
 def should_use(problem: Problem, level: int, tensors: Sequence[Tensor], *, signs_pay: bool) -> bool:
@@ -91,15 +112,21 @@ def signs_are_faster(problem: Problem) -> bool:
     return problem.q.shape[-1] > 64
 
 
+def stored_gradients_are_faster(problem: Problem) -> bool:
+    """Whether score gradients are stored by default instead of computed by both kernels."""
+    return False
+
+
 def dkv_launch(
-    problem: Problem, level: int, grad_out: Tensor, dk: Tensor, dv: Tensor, *, signs: bool
-) -> Launch:
-    """The launch for dk and dv."""
+    problem: Problem, level: int, grad_out: Tensor, dk: Tensor, dv: Tensor, *, signs: bool,
+    gradients: bool,
+) -> Launch:  # fmt: skip
+    """The launch for dk and dv, which stores signs or score gradients."""
     from reluformer.ops.backends.triton.hopper.backward_dkv import hopper_dkv_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    config = _config(problem, level, _DKV[q.shape[-1]], signs=signs)
-    tiled = (q, k, v, grad_out, dk, dv)
+    config = _config(problem, level, _DKV[q.shape[-1]], signs=signs, gradients=gradients)
+    tiled = [(tensor, _SIDE) for tensor in (q, k, v, grad_out, dk, dv)]
     return _launch(
         DkvLaunch, hopper_dkv_kernel, problem, config, tiled, k.shape[1], problem.settings.max_k
     )
@@ -112,10 +139,27 @@ def dq_launch(problem: Problem, level: int, grad_out: Tensor, dq: Tensor, *, sig
     q, k, v = problem.q, problem.k, problem.v
     buffering = (_DQ_FROM_SIGNS if signs else _DQ)[q.shape[-1]]
     config = _config(problem, level, buffering, signs=signs)
-    tiled = (q, k, v, grad_out, dq)
+    tiled = [(tensor, _SIDE) for tensor in (q, k, v, grad_out, dq)]
     return _launch(
         DqLaunch, hopper_dq_kernel, problem, config, tiled, q.shape[1], problem.settings.max_q
     )
+
+
+def dq_product_launch(problem: Problem, dq: Tensor, heads: int) -> Launch:
+    """The launch for dq from stored score gradients of at most `heads` heads."""
+    from reluformer.ops.backends.triton.hopper.backward_dq_product import hopper_dq_product_kernel
+
+    q, k = problem.q, problem.k
+    buffering = _DQ_PRODUCT[q.shape[-1], problem.settings.causal]
+    config = _config(problem, 0, buffering, gradients=True)
+    rows = heads * _head_blocks(problem) * _SIDE
+    # Only its shape and strides are read.
+    gradients = torch.empty((1, 1, rows, _SIDE), dtype=torch.bfloat16, device="meta")
+    tiled = [(gradients, config.ROWS), (k, _SIDE), (dq, config.ROWS)]
+    return _launch(
+        DqProductLaunch, hopper_dq_product_kernel, problem, config, tiled, q.shape[1],
+        problem.settings.max_q,
+    )  # fmt: skip
 
 
 def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
@@ -129,11 +173,14 @@ def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
     return fills_gpu and shortest >= _FROM
 
 
-def _config(problem: Problem, level: int, buffering: Buffering, *, signs: bool) -> BackwardConfig:
+def _config(
+    problem: Problem, level: int, buffering: Buffering, *, signs: bool = False,
+    gradients: bool = False,
+) -> BackwardConfig:  # fmt: skip
     return BackwardConfig(
         D=problem.q.shape[-1],
         GROUP=problem.group,
-        ROWS=_SIDE,
+        ROWS=buffering.rows,
         COLS=_SIDE,
         STAGES=buffering.stages,
         IN_REGISTERS=buffering.in_registers,
@@ -145,6 +192,7 @@ def _config(problem: Problem, level: int, buffering: Buffering, *, signs: bool) 
         GRAD_SCALED=problem.has_row_factors,
         RAGGED=problem.settings.max_k % _SIDE > 0,
         SIGNS=signs,
+        GRADIENTS=gradients,
         SEPARATE_SCORES=problem.settings.power > 1 and problem.q.shape[-1] == 64,
     )
 
@@ -154,21 +202,37 @@ def _launch(
     kernel: Any,
     problem: Problem,
     config: BackwardConfig,
-    tiled: tuple[Tensor, ...],
+    tiled: Sequence[tuple[Tensor, int]],
     heads: int,
     length: int,
 ) -> Launch:
-    """The launch of a kernel that owns tiles of `heads` sequences of that length."""
+    """The launch of a kernel that owns tiles of `heads` sequences of that length.
+
+    `tiled` are the tensors that it reads or writes in tiles, each with the rows of a tile.
+    """
     max_q, max_k = problem.settings.max_q, problem.settings.max_k
-    items = work_items(problem, heads, length, _SIDE)
-    term_rows = triton.cdiv(max_q, BLOCK.value) * BLOCK.value
-    key_blocks = triton.cdiv(max_k, WIDEST.value) * (WIDEST.value // _SIDE)
-    head_blocks = term_rows // _SIDE * key_blocks
-    sizes = (items, heads, tiles_per_head(length, _SIDE), max_q, max_k, key_blocks, head_blocks)
+    items = work_items(problem, heads, length, config.ROWS)
+    tiles = tiles_per_head(length, config.ROWS)
+    sizes = (items, heads, tiles, max_q, max_k, _key_blocks(problem), _head_blocks(problem))
     return launch(
         kernel,
         min(items, processors(problem.q.device)),
-        (*sizes, term_rows, scalars(problem)._replace(epsilon=None)),
+        (*sizes, _padded_queries(problem), scalars(problem)._replace(epsilon=None)),
         {"CONFIG": as_constexpr(config), "num_warps": 4},
-        [(tensor, _SIDE) for tensor in tiled],
+        tiled,
     )
+
+
+def _padded_queries(problem: Problem) -> int:
+    """Queries of a head, padded to whole blocks of the passes over rows."""
+    return int(triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value)
+
+
+def _key_blocks(problem: Problem) -> int:
+    """Blocks of 64 along the keys, padded to the widest tile."""
+    return int(triton.cdiv(problem.settings.max_k, WIDEST.value) * (WIDEST.value // _SIDE))
+
+
+def _head_blocks(problem: Problem) -> int:
+    """Blocks of 64 x 64 queries and keys of a head."""
+    return _padded_queries(problem) // _SIDE * _key_blocks(problem)

@@ -24,8 +24,8 @@ from tests.ops.rectified import Case, arguments
 from tests.ops.rectified import check as check_gradients
 
 FOLDER = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper"
-FILES = (FOLDER / "backward_dkv.py", FOLDER / "backward_dq.py")
-SOURCES = (gluon_emulator.kernels(FILES[0]), gluon_emulator.kernels(FILES[1]))
+FILES = tuple(FOLDER / f"backward_{name}.py" for name in ("dkv", "dq", "dq_product"))
+SOURCES = tuple(gluon_emulator.kernels(file) for file in FILES)
 SIDE, WIDTH, BATCH = 64, 16, 2
 # The fewest: one tile can be held while another is released unread.
 STAGES = 3
@@ -46,12 +46,14 @@ def gradients(
     in_registers: bool,
     seed: int,
     separate: bool = False,
-    sources: tuple[dict[str, Any], dict[str, Any]] = SOURCES,
+    stored_rows: int = 0,
+    sources: tuple[dict[str, Any], ...] = SOURCES,
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """(gradients of the kernels, of the reference, norm of the rows of the last one).
 
     The gradients are those of q, k, v and, if there is one, of the threshold. The latter is a sum
-    over all rows, whose terms can cancel.
+    over all rows, whose terms can cancel. With `stored_rows`, score gradients are stored, and a
+    consumer of the kernel for dQ owns that number of rows.
     """
     torch.manual_seed(seed)
     heads = group if group > 1 else 2
@@ -89,24 +91,37 @@ def gradients(
     head_blocks = padded // SIDE * key_blocks
     # Sign words that the kernel does not write have all bits set.
     bits = torch.full((256 * (BATCH * heads * head_blocks + 8),), -1, dtype=torch.int16)
+    # Score gradients that the kernel does not write are NaN.
+    score_gradients = torch.full(
+        (1, 1, BATCH * heads * head_blocks * SIDE, SIDE), float("nan"), dtype=torch.bfloat16
+    )
+    stored = score_gradients.view(torch.int32) if stored_rows else bits
     results = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     row_shift = torch.full((BATCH, heads, queries), float("nan"))
     describe = gluon_emulator.Descriptor
-    inputs = [describe(x, SIDE) for x in (q, k, v, grad)]
     config = BackwardConfig(
         D=WIDTH, GROUP=group, ROWS=SIDE, COLS=SIDE, STAGES=STAGES, IN_REGISTERS=in_registers,
         CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
         ROW_TERMS=sums, GRAD_SCALED=per_row, RAGGED=keys % SIDE > 0, SIGNS=signs,
-        SEPARATE_SCORES=separate,
+        GRADIENTS=stored_rows > 0, SEPARATE_SCORES=separate,
     )  # fmt: skip
-    names = ("hopper_dkv_kernel", "hopper_dq_kernel")
-    for at, (resident_heads, length) in enumerate(((kv_heads, keys), (heads, queries))):
-        tiles = math.ceil(length / (2 * SIDE))
+    inputs = [(q, SIDE), (k, SIDE), (v, SIDE), (grad, SIDE)]
+    launches = [
+        (0, "hopper_dkv_kernel", [*inputs, (results[1], SIDE), (results[2], SIDE)]),
+        (1, "hopper_dq_kernel", [*inputs, (results[0], SIDE)]),
+    ]
+    if stored_rows:
+        tiled = [(score_gradients, stored_rows), (k, SIDE), (results[0], stored_rows)]
+        launches[1] = (2, "hopper_dq_product_kernel", tiled)
+    for at, name, tiled in launches:
+        resident_heads, length = (heads, queries) if at else (kv_heads, keys)
+        rows = stored_rows if at == 2 else SIDE
+        tiles = math.ceil(length / (2 * rows))
         items = BATCH * resident_heads * (math.ceil(tiles / 2) if causal else tiles)
         sizes = (items, resident_heads, tiles, queries, keys, key_blocks, head_blocks, padded)
         tensors = (
             row_shift if at and thresholds is not None else None,
-            (bits.view(torch.int32) if at else bits) if signs else None,
+            (stored.view(torch.int32) if at else stored) if signs or stored_rows else None,
             terms if sums else None,
             gamma,
             thresholds,
@@ -114,15 +129,14 @@ def gradients(
         )
         pointers = (None if x is None else gluon_emulator.Pointer(x) for x in tensors)
         gluon_emulator.launch(
-            sources[at][names[at]],
+            sources[at][name],
             min(programs, items),
-            *inputs,
-            *(describe(x, SIDE) for x in (results[:1] if at else results[1:])),
+            *(describe(*each) for each in tiled),
             BackwardPointers(*pointers),  # type: ignore[arg-type]
             *map(torch.tensor, sizes),
             Scalars(scale, unit, 0.0, 0.5, None),
             seed=seed,
-            CONFIG=config,
+            CONFIG=config._replace(ROWS=rows),
         )
     if thresholds is not None:
         results.append(-row_shift.sum((0, 2)))
@@ -172,17 +186,19 @@ def check(*args: int, **options: Any) -> None:
     in_registers=st.booleans(),
     seed=st.integers(0, 1000),
     separate=st.booleans(),
+    stored_rows=st.sampled_from((0, 64, 128)),
 )
 def test_kernels_in_emulator_match_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
     padded: bool, group: int, sums: bool, signs: bool, in_registers: bool, seed: int,
-    separate: bool,
+    separate: bool, stored_rows: int,
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
     check(
         queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
-        group=group, sums=sums, signs=signs and power == 1, in_registers=in_registers, seed=seed,
-        separate=separate and power > 1,
+        group=group, sums=sums, signs=signs and power == 1 and not stored_rows,
+        in_registers=in_registers, seed=seed, separate=separate and power > 1,
+        stored_rows=stored_rows,
     )  # fmt: skip
 
 
@@ -268,10 +284,18 @@ def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gluon_emulator, "PAUSES", (0.0, 0.004))
     # Control: the kernels without the mistake pass under the same settings.
     check(*sizes, **options, seed=0)
-    sources = (SOURCES[0], broken) if at else (broken, SOURCES[1])
+    sources = (*SOURCES[:at], broken, *SOURCES[at + 1 :])
     with pytest.raises(AssertionError, match=error):  # noqa: PT012 (the delays are random)
         for seed in range(20):
             check(*sizes, **options, seed=seed, sources=sources)
+
+
+def memory(stored: str, limit: int) -> dict[str, int]:
+    """Options of `tuning.override` by which dK/dV stores nothing, signs or score gradients."""
+    return {
+        "sign_bytes": limit * (stored == "signs"),
+        "gradient_bytes": limit * (stored == "gradients"),
+    }
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -301,10 +325,10 @@ LENGTHS = (
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("sign_bytes", [0, 64 << 20])
+@pytest.mark.parametrize("stored", ["nothing", "signs", "gradients"])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_on_gpu_match_reference(case: Case, width: int, sign_bytes: int) -> None:
+def test_kernels_on_gpu_match_reference(case: Case, width: int, stored: str) -> None:
     run_backward.BACKWARD_LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and (case.gamma or case.row_normalise):
@@ -316,31 +340,68 @@ def test_kernels_on_gpu_match_reference(case: Case, width: int, sign_bytes: int)
         )
         for transposed in (True, False):
             call = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(hopper=True, sign_bytes=sign_bytes):
+            with tuning.override(hopper=True, **memory(stored, 64 << 20)):
                 check_gradients(op.attend, call, 9e-3, 18e-3)
     launches = (x for pair in run_backward.BACKWARD_LAUNCHES.values() for x in pair)
     launched = {x.kernel.__name__ for x in launches if isinstance(x, HopperLaunch)}
-    assert launched >= {"hopper_dkv_kernel", "hopper_dq_kernel"}
+    dq = "hopper_dq_product_kernel" if stored == "gradients" else "hopper_dq_kernel"
+    assert launched == {"hopper_dkv_kernel", dq}
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("sign_bytes", [0, 16 << 20])
+@pytest.mark.parametrize("stored", ["nothing", "signs", "gradients"])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_tiles_per_program_match_portable_kernels(
-    width: int, causal: bool, sign_bytes: int
-) -> None:
-    """Two runs give the same bits, also when signs have memory for some heads at a time only."""
+    width: int, causal: bool, stored: str
+) -> None:  # fmt: skip
+    """Two runs give the same bits, also where memory holds what is stored of some heads only."""
     torch.manual_seed(0)
     tensors = torch.randn(4, 16, 1111, 16, width, device="cuda").bfloat16()
     q, k, v, grad = tensors.transpose(2, 3).unbind()
     leaves = [each.detach().requires_grad_() for each in (q, k, v)]
     results = []
     for hopper in (True, True, False):
-        with tuning.override(hopper=hopper, sign_bytes=sign_bytes):
+        with tuning.override(hopper=hopper, **memory(stored, 16 << 20)):
             out = relu_attention(*leaves, causal=causal, impl="triton")
             results.append(torch.autograd.grad(out, leaves, grad))
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
     for result, portable in zip(results[0], results[2], strict=True):
         assert (result.float() - portable.float()).norm() <= 4e-3 * portable.float().norm()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [777, 1500, 2048])
+def test_stored_gradients_change_only_the_order_of_sums(
+    width: int, causal: bool, queries: int
+) -> None:
+    """dK and dV have the same bits; memory that is not written is NaN and must not be read."""
+    torch.manual_seed(0)
+    q, grad = (torch.randn(2, queries, 8, width, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 1100, 4, width, device="cuda").bfloat16() for _ in range(2))
+    lengths = torch.tensor([1100, 431], device="cuda")
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+    leaves.append(torch.linspace(-3, 1, 8, device="cuda").requires_grad_())
+    found = []
+    for limit in (0, 1 << 30, 16 << 20):
+        out = relu_attention(
+            *leaves[:3], threshold=leaves[3], power=4, row_normalise=1e-4, causal=causal,
+            key_lengths=lengths, impl="triton",
+        )  # fmt: skip
+        # The allocator hands this memory out again.
+        poison = torch.full((1 << 28,), float("nan"), device="cuda")
+        del poison
+        with tuning.override(hopper=True, gradient_bytes=limit):
+            found.append(torch.autograd.grad(out, leaves, grad.transpose(1, 2)))
+    recomputed, stored, in_parts = found
+    assert all(torch.equal(*pair) for pair in zip(stored, in_parts, strict=True))
+    for at, (one, other) in enumerate(zip(recomputed, stored, strict=True)):
+        if at in (1, 2):
+            assert torch.equal(one, other)
+        # The gradient of a threshold is a sum whose terms can cancel.
+        tolerance = 2e-2 if at == 3 else 4e-3
+        assert (one.float() - other.float()).norm() <= tolerance * one.float().norm()

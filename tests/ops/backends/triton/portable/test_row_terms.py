@@ -34,7 +34,7 @@ def test_joined_terms_equal_terms_of_own_pass(
     )  # fmt: skip
     dots = torch.full_like(row_sum, float("nan"))
     results = Results(q, k, k, dots, None)
-    launches = backward_launches.prepare(problem, grads, results, Choice(True, 0), has_signs=False)
+    launches = backward_launches.prepare(problem, grads, results, Choice(True, 0))
     assert launches.row_terms is None
     # The kernel itself needs a GPU.
     launches = launches._replace(dkv=lambda *tensors: None)  # type: ignore[arg-type]
