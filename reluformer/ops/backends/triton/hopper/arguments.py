@@ -67,8 +67,10 @@ class ForwardConfig(NamedTuple):
     """Head width of queries, keys and values."""
     GROUP: int
     """Query heads per key head."""
+    CONSUMERS: int
+    """Groups of four warps that compute: two or three."""
     ROWS: int
-    """Query rows of each of the two consumers."""
+    """Query rows of each consumer."""
     KEYS: int
     """Keys of a K or V tile."""
     STAGES: int

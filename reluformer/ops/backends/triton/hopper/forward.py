@@ -49,7 +49,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Bounds,
     Ring,
     advance,
@@ -107,7 +106,7 @@ def _wait_for_queries(shared, ring, consumer: gl.constexpr, CONFIG: gl.constexpr
     layout: gl.constexpr = gl.DotOperandLayout(
         0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.KEYS, 16]), 2
     )
-    place = ring.stage * CONSUMERS + consumer
+    place = ring.stage * CONFIG.CONSUMERS + consumer
     mbarrier.wait(shared.q_full.index(place), ring.phase)
     q_tile = shared.q.index(place).reshape([CONFIG.ROWS, CONFIG.D])
     if CONFIG.Q_IN_REGISTERS:
@@ -186,7 +185,7 @@ def _key_tiles(
             if LOGS and EVERY > 1:
                 high = gl.where(sample == (loop == 2), high, 0)
             if loop > 0 and not CONFIG.Q_IN_REGISTERS:
-                place = opaque(q_stage) * CONSUMERS + consumer
+                place = opaque(q_stage) * CONFIG.CONSUMERS + consumer
                 q_tile = shared.q.index(place).reshape([CONFIG.ROWS, CONFIG.D])
             state = _key_loop(
                 state, q_tile, shared, low, high, bounds, threshold, scale, loop > 0 and MASK,
@@ -272,13 +271,13 @@ def _consumer(
     for step in range(0, steps):
         work_tile = locate_tile(step, sizes, pointers.lengths, pointers.work, CONFIG.CAUSAL)
         batch, head, tile, first_q, first_k, n_q, n_k, end = work_tile
-        row = tile * (CONSUMERS * CONFIG.ROWS)
+        row = tile * (CONFIG.CONSUMERS * CONFIG.ROWS)
         offset = n_k - n_q
         # Which blocks of rows are sampled: the same as `entropy_wanted` of the portable kernels.
         sample = (row // BLOCK + head + batch) % CONFIG.ENTROPY_EVERY == 0
         # Key tiles that the producer loads for both consumers, and those that this one needs.
         loaded, _ = key_tile_counts(
-            row, n_q, n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
+            row, n_q, n_k, end, CONFIG.CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
         )  # fmt: skip
         row += consumer * CONFIG.ROWS
@@ -310,7 +309,7 @@ def _consumer(
         )  # fmt: skip
         acc, s, p, row_sum, log_sum, k_ring, v_ring = state
         if not CONFIG.Q_IN_REGISTERS:
-            mbarrier.arrive(shared.q_empty.index(q_ring.stage * CONSUMERS + consumer), count=1)
+            mbarrier.arrive(shared.q_empty.index(q_ring.stage * CONFIG.CONSUMERS + consumer), count=1)
 
         # O += P V of the last key tile.
         mbarrier.wait(shared.v_full.index(v_ring.stage), v_ring.phase)
@@ -359,26 +358,21 @@ def hopper_forward_kernel(
     Q_BUFFERS: gl.constexpr = 1 if CONFIG.Q_IN_REGISTERS else 2
     if pointers.work is not None:
         items = gl.load(pointers.work) * heads
-    shared = allocate_shared(q, k, v, out, Q_BUFFERS * CONSUMERS, CONFIG)
+    shared = allocate_shared(q, k, v, out, Q_BUFFERS * CONFIG.CONSUMERS, CONFIG)
     fence_async_shared()
     thread_barrier()
     sizes = ForwardSizes(items, heads, tiles, n_q, n_k)
     # Constexprs stand in the lists themselves: in a variable they would become tensors.
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (out, pointers, shared, sizes, strides, scalars, 0, Q_BUFFERS, CONFIG),
-            ),
-            (
-                _consumer,
-                (out, pointers, shared, sizes, strides, scalars, 1, Q_BUFFERS, CONFIG),
-            ),
-            (
+            (_consumer, (out, pointers, shared, sizes, strides, scalars, part, Q_BUFFERS, CONFIG))
+            if part < CONFIG.CONSUMERS
+            else (
                 forward_producer,
                 (q, k, v, pointers.lengths, pointers.work, shared, sizes, Q_BUFFERS, CONFIG),
-            ),
+            )
+            for part in (0, 1, 2, 3)[: CONFIG.CONSUMERS + 1]
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4, 1] if CONFIG.CONSUMERS == 3 else [4, 1],
+        [160, 160, 24] if CONFIG.CONSUMERS == 3 else [240, 24],
     )

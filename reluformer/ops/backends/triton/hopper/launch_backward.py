@@ -125,7 +125,7 @@ def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
         return False
     heads = min(problem.q.shape[1], problem.k.shape[1])
     shortest = min(problem.settings.max_q, problem.settings.max_k)
-    fills_gpu = work_items(problem, heads, shortest, _SIDE) >= processors(problem.q.device)
+    fills_gpu = work_items(problem, heads, shortest, 2 * _SIDE) >= processors(problem.q.device)
     return fills_gpu and shortest >= _FROM
 
 
@@ -160,11 +160,11 @@ def _launch(
 ) -> Launch:
     """The launch of a kernel that owns tiles of `heads` sequences of that length."""
     max_q, max_k = problem.settings.max_q, problem.settings.max_k
-    items = work_items(problem, heads, length, _SIDE)
+    items = work_items(problem, heads, length, 2 * _SIDE)
     term_rows = triton.cdiv(max_q, BLOCK.value) * BLOCK.value
     key_blocks = triton.cdiv(max_k, WIDEST.value) * (WIDEST.value // _SIDE)
     head_blocks = term_rows // _SIDE * key_blocks
-    sizes = (items, heads, tiles_per_head(length, _SIDE), max_q, max_k, key_blocks, head_blocks)
+    sizes = (items, heads, tiles_per_head(length, 2 * _SIDE), max_q, max_k, key_blocks, head_blocks)
     return launch(
         kernel,
         min(items, processors(problem.q.device)),

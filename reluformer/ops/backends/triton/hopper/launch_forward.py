@@ -31,16 +31,23 @@ _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
 
 class ForwardTile(NamedTuple):
-    """Tile of the forward kernel for one head width."""
+    """Tile of the forward kernel."""
 
+    consumers: int
+    """Groups of four warps that compute: two or three."""
     rows: int
     """Query rows of each consumer."""
     keys: int
     stages: int
     q_in_registers: bool
 
+    @property
+    def all_rows(self) -> int:
+        """Query rows of all consumers."""
+        return self.consumers * self.rows
 
-TILES = {64: ForwardTile(128, 64, 4, False), 128: ForwardTile(64, 64, 4, True)}
+
+TILES = {64: ForwardTile(2, 128, 64, 4, False), 128: ForwardTile(2, 64, 64, 4, True)}
 """Tile by head width. `benchmarks/tiles.py` does not search these."""
 
 
@@ -69,7 +76,7 @@ class ForwardLaunch(HopperLaunch):
         rest = work = None
         if cu_q is not None and cu_k is not None:
             config = self.options["CONFIG"]
-            rows, paired = 2 * config.ROWS.value, config.CAUSAL.value
+            rows, paired = config.CONSUMERS.value * config.ROWS.value, config.CAUSAL.value
             rest, work = out, work_list(cu_q, cu_k, self.work_size, rows, paired=paired)
         pointers = ForwardPointers(rest, row_sum, log_sum, gamma, threshold, lengths, work)
         super().__call__(q, k, v, out, pointers)
@@ -104,6 +111,7 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
     config = ForwardConfig(
         D=q.shape[-1],
         GROUP=problem.group,
+        CONSUMERS=tile.consumers,
         ROWS=tile.rows,
         KEYS=tile.keys,
         STAGES=tile.stages,
@@ -119,7 +127,7 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
         ROW_NORMALISE=problem.is_row_normalised,
         ENTROPY_EVERY=problem.settings.entropy_every if statistics == 2 else 1,
     )
-    sizes = (items, q.shape[1], tiles_per_head(problem.settings.max_q, tile.rows))
+    sizes = (items, q.shape[1], tiles_per_head(problem.settings.max_q, tile.all_rows))
     launch = ForwardLaunch(
         hopper_forward_kernel,
         min(items, processors(q.device)),
@@ -183,8 +191,8 @@ def uses_threshold(problem: Problem) -> bool:
 
 
 def tiles_per_head(length: int, rows: int) -> int:
-    """Number of tiles of a sequence, with `rows` rows for each of the two consumers."""
-    return int(triton.cdiv(length, 2 * rows))
+    """Number of tiles of `rows` rows in a sequence."""
+    return int(triton.cdiv(length, rows))
 
 
 def work_items(problem: Problem, heads: int, length: int, rows: int) -> int:
@@ -212,12 +220,12 @@ def _items(problem: Problem, tile: ForwardTile) -> int:
     heads = problem.q.shape[1]
     if problem.is_packed:
         return _work_size(problem, tile).total * heads
-    return work_items(problem, heads, problem.settings.max_q, tile.rows)
+    return work_items(problem, heads, problem.settings.max_q, tile.all_rows)
 
 
 def _work_size(problem: Problem, tile: ForwardTile) -> WorkListSize:
     """Size of the work list of packed sequences."""
-    tokens, rows = problem.q.shape[2], 2 * tile.rows
+    settings = problem.settings
     return work_list_size(
-        tokens, problem.sequences, problem.settings.max_q, rows, paired=problem.settings.causal
+        problem.q.shape[2], problem.sequences, settings.max_q, tile.all_rows, paired=settings.causal
     )
