@@ -166,9 +166,11 @@ class Override(NamedTuple):
     """Memory for signs of weights, which are stored wherever possible; 0 for nowhere."""
     hopper: bool | None
     """Whether the Hopper kernels run wherever they can (True) or never (False)."""
+    consumers: Literal[2, 3] | None
+    """Warp groups that compute in the Hopper forward kernel where both numbers are supported."""
 
 
-_override = Override((), None, None, None)
+_override = Override((), None, None, None, None)
 
 
 def pick(
@@ -234,11 +236,12 @@ def override(
     tma: bool | None = None,
     sign_bytes: int | None = None,
     hopper: bool | None = None,
+    consumers: Literal[2, 3] | None = None,
 ) -> Iterator[None]:
     """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, hopper)
+    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, hopper, consumers)
     try:
         yield
     finally:

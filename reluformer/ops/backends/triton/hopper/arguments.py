@@ -77,6 +77,9 @@ class ForwardConfig(NamedTuple):
     """Number of K buffers, and of V buffers."""
     Q_IN_REGISTERS: bool
     """Whether a consumer holds its Q tile in registers instead of in shared memory."""
+    CONVERT_LATE: bool
+    """Whether weights become bfloat16 after the product beside which their powers are computed,
+    which takes fewer registers, and no copies; otherwise beside it. Not with `log_sum`."""
     CAUSAL: bool
     POWER: int
     """p of the weights max(score, 0)^p."""

@@ -74,7 +74,8 @@ from reluformer.ops.backends.triton.hopper.weights import (
     partial_even_sums,
     partial_log_sums,
     partial_row_sums,
-    relu_weights,
+    rectified,
+    signed_powers,
 )
 from reluformer.ops.backends.triton.portable.device import BLOCK, LN2
 from reluformer.ops.backends.triton.versions import thread_barrier
@@ -138,22 +139,28 @@ def _key_loop(
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(shared.k_empty.index(k_ring.stage), count=1)
         k_ring = advance(k_ring, CONFIG.STAGES)
-        w = relu_weights(s, bounds, j * CONFIG.KEYS, threshold, scale, MASKED, CONFIG)
-        if CONFIG.ROW_SUMS:
-            row_sum += partial_row_sums(w)
+        w = signed_powers(s, bounds, j * CONFIG.KEYS, threshold, scale, MASKED, CONFIG)
+        if not CONFIG.CONVERT_LATE:
+            # The product in flight still reads the registers of p.
+            w = rectified(w)
+            if CONFIG.ROW_SUMS:
+                row_sum += partial_row_sums(w)
         if LOGS:
             log_sum += partial_log_sums(w)
             # The next iteration waits again. Without this wait ptxas delays the logarithms until
             # the product in flight is complete.
             mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
-        # The product in flight still reads the registers of p.
-        next_p = gl.convert_layout(w, p_layout, assert_trivial=True)
         if CONFIG.POWER > 1 and not LOGS:
             end_block(v_ring.stage)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_empty.index(v_ring.stage), count=1)
         v_ring = advance(v_ring, CONFIG.STAGES)
-        p = next_p
+        if CONFIG.CONVERT_LATE:
+            # Into the registers of p, which no product reads now.
+            w = rectified(w)
+            if CONFIG.ROW_SUMS:
+                row_sum += partial_row_sums(w)
+        p = gl.convert_layout(w, p_layout, assert_trivial=True)
     return KeyLoopState(acc, s, p, row_sum, log_sum, k_ring, v_ring)
 
 
@@ -290,9 +297,10 @@ def _consumer(
         # The scores of the first key tile are complete.
         mbarrier.arrive(shared.k_empty.index(k_ring.stage), count=1)
         k_ring = advance(k_ring, CONFIG.STAGES)
-        w = relu_weights(
+        w = signed_powers(
             s, bounds, 0, threshold, scalars.scale, CONFIG.CAUSAL or CONFIG.MASK_TAIL, CONFIG
-        )  # [ROWS, KEYS]
+        )
+        w = rectified(w)  # [ROWS, KEYS]
         row_sum = 0.0
         if CONFIG.ROW_SUMS:
             row_sum = partial_row_sums(w)
@@ -318,7 +326,8 @@ def _consumer(
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
             thread_barrier()
-            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+            buffer = shared.out.index(consumer)
+            buffer = buffer.reshape([buffer.shape[2], CONFIG.D])
             v_tile = zero_padding(
                 v_tile, buffer, (count - 1) * CONFIG.KEYS, end, CONFIG.KEYS, CONFIG.D
             )

@@ -105,8 +105,10 @@ def locate_tile(step, sizes, lengths, work, PAIRED: gl.constexpr):
 def allocate_shared(q, k, v, out, Q_TILES: gl.constexpr, CONFIG: gl.constexpr):
     """Allocate the buffers, allocate and initialise the barriers."""
     q_bufs = gl.allocate_shared_memory(q.dtype, [Q_TILES, 1, 1, CONFIG.ROWS, CONFIG.D], q.layout)
+    # An output buffer may have to hold a V tile.
+    O_ROWS: gl.constexpr = CONFIG.ROWS if CONFIG.ROWS > CONFIG.KEYS else CONFIG.KEYS
     o_bufs = gl.allocate_shared_memory(
-        q.dtype, [CONFIG.CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D], out.layout
+        q.dtype, [CONFIG.CONSUMERS, 1, 1, O_ROWS, CONFIG.D], out.layout
     )
     k_bufs = gl.allocate_shared_memory(
         q.dtype, [CONFIG.STAGES, 1, 1, CONFIG.KEYS, CONFIG.D], k.layout

@@ -30,6 +30,11 @@ from reluformer.ops.backends.triton.run_packed import (
 _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
 
+# Number of queries from which on three consumers are the default of powers above 1. Their tiles of
+# 192 rows leave more rows of short sequences empty.
+_THREE_FROM = 2048
+
+
 class ForwardTile(NamedTuple):
     """Tile of the forward kernel."""
 
@@ -40,6 +45,8 @@ class ForwardTile(NamedTuple):
     keys: int
     stages: int
     q_in_registers: bool
+    converts_late: bool = False
+    """`CONVERT_LATE` of `ForwardConfig`."""
 
     @property
     def all_rows(self) -> int:
@@ -47,8 +54,14 @@ class ForwardTile(NamedTuple):
         return self.consumers * self.rows
 
 
-TILES = {64: ForwardTile(2, 128, 64, 4, False), 128: ForwardTile(2, 64, 64, 4, True)}
-"""Tile by head width. `benchmarks/tiles.py` does not search these."""
+WIDTHS = (64, 128)
+"""Head widths that the kernel has tiles for."""
+TILES = {
+    (64, 2): ForwardTile(2, 128, 64, 4, q_in_registers=False),
+    (64, 3): ForwardTile(3, 64, 128, 4, q_in_registers=False, converts_late=True),
+    (128, 2): ForwardTile(2, 64, 64, 4, q_in_registers=True),
+}
+"""Tile by head width and number of consumers. `benchmarks/tiles.py` does not search these."""
 
 
 class HopperLaunch(Launch):
@@ -95,7 +108,7 @@ def should_use(problem: Problem, statistics: int, out: Tensor) -> bool:
         return False
     if problem.is_packed and (statistics > 1 or problem.sequences > MAX_SEQUENCES):
         return False
-    if not can_run(problem, TILES, (problem.q, problem.k, problem.v, out)):
+    if not can_run(problem, WIDTHS, (problem.q, problem.k, problem.v, out)):
         return False
     return bool(requested) or (is_supported_gpu(out) and _is_faster(problem, statistics))
 
@@ -105,7 +118,7 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
     from reluformer.ops.backends.triton.hopper.forward import hopper_forward_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    tile = TILES[q.shape[-1]]
+    tile = _tile(problem, statistics)
     items = _items(problem, tile)
     has_threshold = uses_threshold(problem)
     config = ForwardConfig(
@@ -116,6 +129,7 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
         KEYS=tile.keys,
         STAGES=tile.stages,
         Q_IN_REGISTERS=tile.q_in_registers,
+        CONVERT_LATE=tile.converts_late,
         CAUSAL=problem.settings.causal,
         POWER=problem.settings.power,
         HAS_THRESHOLD=has_threshold,
@@ -211,8 +225,19 @@ def _is_faster(problem: Problem, statistics: int) -> bool:
     shortest = _CAUSAL_FROM if problem.settings.causal else _FROM
     if problem.settings.causal and problem.settings.power == 8 and width == 64:
         shortest = _CAUSAL_POWER_8_FROM
-    fills_gpu = _items(problem, TILES[width]) >= processors(problem.q.device)
+    fills_gpu = _items(problem, _tile(problem, statistics)) >= processors(problem.q.device)
     return fills_gpu and min(problem.settings.max_q, problem.settings.max_k) >= shortest
+
+
+def _tile(problem: Problem, statistics: int) -> ForwardTile:
+    """The tile of a call: that of `tuning.override`, if it supports the call, or the default."""
+    width = problem.q.shape[-1]
+    # Blocks of sampled entropies are whole tiles of two consumers.
+    if (width, 3) not in TILES or statistics > 1:
+        return TILES[width, 2]
+    settings = problem.settings
+    default = 3 if settings.power > 1 and settings.max_q >= _THREE_FROM else 2
+    return TILES[width, tuning.current().consumers or default]
 
 
 def _items(problem: Problem, tile: ForwardTile) -> int:
