@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -274,6 +274,7 @@ def test_emulator_finds_mistake(
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+by_tile = pytest.mark.parametrize(("width", "consumers"), [(64, 2), (64, 3), (128, 2)])
 MODEL = {"power": 8, "threshold": (-8.0, -4.0), "row_normalise": 1e-4, "statistics": 1}
 CASES = [
     Case("full", statistics=1),
@@ -293,9 +294,11 @@ LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("width", [64, 128])
+@by_tile
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_on_gpu_matches_reference(case: Case, width: int) -> None:
+def test_kernel_on_gpu_matches_reference(
+    case: Case, width: int, consumers: Literal[2, 3]
+) -> None:
     launch.LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and case.gamma:
@@ -307,26 +310,29 @@ def test_kernel_on_gpu_matches_reference(case: Case, width: int) -> None:
         )
         for transposed in (True, False):
             given = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(hopper=True):
+            with tuning.override(hopper=True, consumers=consumers):
                 check_gradients(op.attend, given, 9e-3, 18e-3)
     assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("width", [64, 128])
+@by_tile
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_tiles_per_program_match_portable_kernel(width: int, causal: bool) -> None:
+@pytest.mark.parametrize("power", [1, 4])
+def test_many_tiles_per_program_match_portable_kernel(
+    width: int, consumers: Literal[2, 3], causal: bool, power: int
+) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(16, 1111, 16, width, device="cuda").bfloat16() for _ in range(3))
-    options = {"causal": causal, "impl": "triton", "return_sums": "row_sum"}
+    options = {"causal": causal, "power": power, "impl": "triton", "return_sums": "row_sum"}
     launch.LAUNCHES.clear()
     results = []
     for hopper in (None, None, False):
-        with tuning.override(hopper=hopper):
+        with tuning.override(hopper=hopper, consumers=consumers):
             made = relu_attention(*(each.transpose(1, 2) for each in (q, k, v)), **options)
             results.append((made.output, made.sums.row_sum))
-    # The default choice at this size.
+    # The default choice of the kernel at this size.
     assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
     for result, portable in zip(results[0], results[2], strict=True):
@@ -338,10 +344,10 @@ def test_many_tiles_per_program_match_portable_kernel(width: int, causal: bool) 
 @pytest.mark.parametrize(
     "options", [{}, {"row_normalise": 1e-4, "power": 8, "threshold": -4.0}], ids=str
 )
-@pytest.mark.parametrize("width", [64, 128])
+@by_tile
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_on_gpu_match_reference(
-    width: int, causal: bool, options: dict[str, Any]
+    width: int, consumers: Literal[2, 3], causal: bool, options: dict[str, Any]
 ) -> None:
     """Empty sequences, more queries than keys, partial tiles, and rows of no sequence."""
     torch.manual_seed(0)
@@ -351,7 +357,7 @@ def test_packed_sequences_on_gpu_match_reference(
     k, v = (torch.randn(int(ends[1][-1]) + 40, 2, width).bfloat16() for _ in range(2))
     k[-40:] = v[-40:] = float("nan")
     launch.LAUNCHES.clear()
-    with tuning.override(hopper=True):
+    with tuning.override(hopper=True, consumers=consumers):
         call = Call(
             *(each.cuda() for each in (q, k, v)), Visibility(causal=causal), width**-0.5,
             return_sums="row_sum",
