@@ -78,8 +78,8 @@ class ForwardConfig(NamedTuple):
     Q_IN_REGISTERS: bool
     """Whether a consumer holds its Q tile in registers instead of in shared memory."""
     CONVERT_LATE: bool
-    """Whether weights become bfloat16 after the product beside which their powers are computed,
-    which takes fewer registers, and no copies; otherwise beside it. Not with `log_sum`."""
+    """Whether powers become bfloat16 weights after the product that they are computed beside: it
+    takes fewer registers. Otherwise beside it, too. Not supported with `log_sum`."""
     CAUSAL: bool
     POWER: int
     """p of the weights max(score, 0)^p."""

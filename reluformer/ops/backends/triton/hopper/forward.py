@@ -2,25 +2,29 @@
 
 It computes what `portable/forward.py` computes.
 
-Work: a CTA is persistent and owns a list of query tiles, each 2 * ROWS rows of one head. Packed
-sequences have a list in memory (`portable/packed_schedule.py`). For each query tile the CTA loops
-over the key tiles that its rows see.
+Work: a CTA is persistent and owns a list of query tiles, each CONSUMERS * ROWS rows of one head.
+Packed sequences have a list in memory (`portable/packed_schedule.py`). For each query tile the CTA
+loops over the key tiles that its rows see.
 
 Partitions of warps:
     consumer 0   4 warps   query rows [0, ROWS) of each tile
     consumer 1   4 warps   query rows [ROWS, 2 * ROWS) of each tile
+    consumer 2   4 warps   query rows [2 * ROWS, 3 * ROWS), with CONSUMERS = 3
     producer     1 warp    loads Q, K and V with TMA and runs ahead into the next query tile
 
 A consumer issues S = Q K_j^T, then O += P_(j-1) V_(j-1), and computes the weights
 P_j = max(S, 0)^p while the second product runs. The first scores of the next query tile are in
 flight while the output of a tile is written. So the tensor cores wait neither for loads and stores
-nor for weights.
+nor for weights. With CONVERT_LATE only the powers are computed beside the second product, and they
+become weights after it: P_j takes the registers of P_(j-1), and the other consumers keep the tensor
+cores busy meanwhile. This is how three consumers, with 160 registers a thread instead of 240, hold
+their tiles without spills.
 
 Shared memory, bfloat16:
     q      [ROWS, D]   one buffer per consumer, two unless Q_IN_REGISTERS
-    k, v   [KEYS, D]   two rings of STAGES buffers, read by both consumers
-    out    [ROWS, D]   one buffer per consumer: staging for the TMA store, or a V tile whose padding
-                       is zeroed
+    k, v   [KEYS, D]   two rings of STAGES buffers, read by all consumers
+    out    [ROWS, D]   one buffer per consumer: staging for the TMA store, or a V tile [KEYS, D]
+                       whose padding is zeroed
 Registers of a consumer:
     S [ROWS, KEYS] and O [ROWS, D] in float32, P [ROWS, KEYS] in bfloat16, partial row sums, and Q
     [ROWS, D] with Q_IN_REGISTERS
@@ -28,7 +32,7 @@ Registers of a consumer:
 Barriers, one per buffer:
     q_full            TMA arrives (the producer expects its bytes)    the consumer waits
     q_empty           the consumer arrives                            the producer waits
-    k_full, v_full    TMA arrives                                     both consumers wait
+    k_full, v_full    TMA arrives                                     all consumers wait
     k_empty, v_empty  each consumer arrives once                      the producer waits
 A wait names the parity of the phase that must be complete. Consumers start with 0. The producer
 starts with 1, which passes at once on a new barrier: all buffers are empty.
@@ -282,7 +286,7 @@ def _consumer(
         offset = n_k - n_q
         # Which blocks of rows are sampled: the same as `entropy_wanted` of the portable kernels.
         sample = (row // BLOCK + head + batch) % CONFIG.ENTROPY_EVERY == 0
-        # Key tiles that the producer loads for both consumers, and those that this one needs.
+        # Key tiles that the producer loads for all consumers, and those that this one needs.
         loaded, _ = key_tile_counts(
             row, n_q, n_k, end, CONFIG.CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
@@ -317,7 +321,8 @@ def _consumer(
         )  # fmt: skip
         acc, s, p, row_sum, log_sum, k_ring, v_ring = state
         if not CONFIG.Q_IN_REGISTERS:
-            mbarrier.arrive(shared.q_empty.index(q_ring.stage * CONFIG.CONSUMERS + consumer), count=1)
+            place = q_ring.stage * CONFIG.CONSUMERS + consumer
+            mbarrier.arrive(shared.q_empty.index(place), count=1)
 
         # O += P V of the last key tile.
         mbarrier.wait(shared.v_full.index(v_ring.stage), v_ring.phase)

@@ -130,7 +130,7 @@ def allocate_shared(q, k, v, out, Q_TILES: gl.constexpr, CONFIG: gl.constexpr):
     for i in gl.static_range(CONFIG.STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        # Both consumers read each K and V tile.
+        # All consumers read each K and V tile.
         mbarrier.init(k_empty.index(i), count=CONFIG.CONSUMERS)
         mbarrier.init(v_empty.index(i), count=CONFIG.CONSUMERS)
     return ForwardShared(
@@ -156,7 +156,7 @@ def forward_producer(
         work_tile = locate_tile(step, sizes, lengths, work, CONFIG.CAUSAL)
         batch, head, tile, first_q, first_k, n_q, n_k, end = work_tile
         row = tile * (CONFIG.CONSUMERS * CONFIG.ROWS)
-        # Key tiles that the rows of either consumer see.
+        # Key tiles that the rows of any consumer see.
         count, _ = key_tile_counts(
             row, n_q, n_k, end, CONFIG.CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
@@ -164,7 +164,7 @@ def forward_producer(
         # After the last tile, one K tile.
         is_work = step < steps
         count = gl.where(is_work, count, 1)
-        # Q of both consumers, each with a barrier of its own.
+        # Q of all consumers, each with a barrier of its own.
         for consumer in gl.static_range(CONFIG.CONSUMERS):
             place = q_ring.stage * CONFIG.CONSUMERS + consumer
             mbarrier.wait(shared.q_empty.index(place), q_ring.phase)
@@ -198,7 +198,7 @@ def forward_producer(
 
 @gluon.jit
 def release_unread_keys(shared, k_ring, v_ring, low, high, STAGES: gl.constexpr):
-    """Release key tiles [low, high), which only the other consumer needs: the rings after them."""
+    """Release key tiles [low, high), which only other consumers need: the rings after them."""
     for _ in range(low, high):
         mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
         mbarrier.wait(shared.v_full.index(v_ring.stage), v_ring.phase)

@@ -30,8 +30,8 @@ from reluformer.ops.backends.triton.run_packed import (
 _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
 
-# Number of queries from which on three consumers are the default of powers above 1. Their tiles of
-# 192 rows leave more rows of short sequences empty.
+# Number of queries from which on three consumers are the default of powers above 1. Tiles of 192
+# rows leave more rows of a short sequence empty.
 _THREE_FROM = 2048
 
 

@@ -39,8 +39,8 @@ def config(tile: ForwardTile, **options: Any) -> ForwardConfig:
     plain = ForwardConfig(
         D=WIDTH, GROUP=1, CONSUMERS=tile.consumers, ROWS=tile.rows, KEYS=tile.keys,
         STAGES=tile.stages, Q_IN_REGISTERS=tile.q_in_registers, CONVERT_LATE=tile.converts_late,
-        CAUSAL=False, POWER=1, HAS_THRESHOLD=False, SCALE_SCORES=False, MASK_TAIL=False, ROW_SUMS=False,
-        ROW_NORMALISE=False, ENTROPY_EVERY=1,
+        CAUSAL=False, POWER=1, HAS_THRESHOLD=False, SCALE_SCORES=False, MASK_TAIL=False,
+        ROW_SUMS=False, ROW_NORMALISE=False, ENTROPY_EVERY=1,
     )  # fmt: skip
     return plain._replace(**options)
 
@@ -177,9 +177,10 @@ def test_packed_sequences_in_emulator_match_reference(
     out = torch.full_like(q, 7.0)
     row_sum = torch.full((q.shape[2], heads), 7.0)
     longest = max(1, *(each for each, _ in lengths))
-    room = run_packed.work_list_size(q.shape[2], len(lengths), longest, tile.all_rows, paired=causal)
+    rows = tile.all_rows
+    room = run_packed.work_list_size(q.shape[2], len(lengths), longest, rows, paired=causal)
     cu = (torch.tensor(each) for each in (ends_q, ends_k))
-    work = run_packed.work_list(*cu, room, tile.all_rows, paired=causal)
+    work = run_packed.work_list(*cu, room, rows, paired=causal)
     gluon_emulator.launch(
         SOURCE["hopper_forward_kernel"],
         programs,
@@ -296,9 +297,7 @@ LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024
 @on_gpu
 @by_tile
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_on_gpu_matches_reference(
-    case: Case, width: int, consumers: Literal[2, 3]
-) -> None:
+def test_kernel_on_gpu_matches_reference(case: Case, width: int, consumers: Literal[2, 3]) -> None:
     launch.LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and case.gamma:
