@@ -38,6 +38,7 @@ def test_a_benchmark_imports_and_has_a_main_function(name: str) -> None:
         pytest.param("decode", marks=pytest.mark.release),
         pytest.param("end_to_end", marks=pytest.mark.release),
         "feedforward",
+        "kernel_choices",
     ],
 )
 def test_a_quick_run_measures_something(

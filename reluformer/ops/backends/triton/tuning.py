@@ -169,9 +169,11 @@ class Override(NamedTuple):
     computing them twice; 0 for nowhere."""
     hopper: bool | None
     """Whether the Hopper kernels run wherever they can (True) or never (False)."""
+    consumers: Literal[2, 3] | None
+    """Warp groups that compute in the Hopper forward kernel where both numbers are supported."""
 
 
-_override = Override((), None, None, None, None)
+_override = Override((), None, None, None, None, None)
 
 
 def pick(
@@ -238,11 +240,14 @@ def override(
     sign_bytes: int | None = None,
     gradient_bytes: int | None = None,
     hopper: bool | None = None,
+    consumers: Literal[2, 3] | None = None,
 ) -> Iterator[None]:
     """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
-    _override = Override(tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper)
+    _override = Override(
+        tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, consumers
+    )
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -123,6 +123,14 @@ def main() -> None:
         kind = "as in models" if row_normalise else "plain"
         COMPILER.label = f"width {width}, causal True, {kind}"
         hopper_forward(width, row_normalise)
+    for power, row_normalise in ((2, 0.0), (4, 1e-4), (8, 1e-4)):
+        normalised = ", row-normalised" * (row_normalise > 0)
+        COMPILER.label = f"three consumers, causal False, power {power}{normalised}"
+        hopper_full_power(power, row_normalise)
+    COMPILER.label = "three consumers, causal True, as in models"
+    hopper_forward(64, 1e-4, consumers=3)
+    COMPILER.label = "three consumers, packed"
+    hopper_forward(64, 0.0, packed=True, consumers=3)
     COMPILER.label = "width 128, sampled entropies"
     hopper_forward(128, 0.0, entropy_every=8)
     COMPILER.label = "width 64, packed"
@@ -177,8 +185,19 @@ def hopper_backward(
         run_backward.backward(call, gradients(call), power > 1)
 
 
+def hopper_full_power(power: int, row_normalise: float) -> None:
+    """A full call of width 64 with thresholds and three consumers, whose keys are whole tiles."""
+    call = problem(64, {"threshold": torch.empty(2)}, power=power, row_normalise=row_normalise)
+    with tuning.override(tma=True, hopper=True, consumers=3):
+        run_forward.forward(call, int(call.is_row_normalised))
+
+
 def hopper_forward(
-    width: int, row_normalise: float, entropy_every: int = 0, packed: bool = False
+    width: int,
+    row_normalise: float,
+    entropy_every: int = 0,
+    packed: bool = False,
+    consumers: Literal[2, 3] = 2,
 ) -> None:
     """A causal call with row sums: a call of the models if rows are normalised, else plain."""
     optional: dict[str, Tensor] = {}
@@ -192,7 +211,7 @@ def hopper_forward(
     if packed:
         ends = torch.zeros(3, dtype=torch.int32)
         optional = {"cu_q": ends, "cu_k": ends}
-    with tuning.override(tma=True, hopper=True):
+    with tuning.override(tma=True, hopper=True, consumers=consumers):
         run_forward.forward(problem(width, optional, **settings), 2 if entropy_every else 1)
 
 

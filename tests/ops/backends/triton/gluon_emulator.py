@@ -62,6 +62,10 @@ class SharedMemory:
     def __init__(self, data: Any) -> None:
         self.data = data
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape  # type: ignore[no-any-return]
+
     def index(self, at: Any) -> "SharedMemory":
         return SharedMemory(self.data[int(at)])
 

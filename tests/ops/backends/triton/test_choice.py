@@ -1,6 +1,6 @@
 """Which calls run on the Hopper kernels; a Hopper GPU is pretended."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -158,6 +158,22 @@ def test_override_forces_or_forbids_hopper() -> None:
         assert launch_forward.should_use(small, 0, out)
     with tuning.override(tma=True, hopper=False):
         assert not launch_forward.should_use(problem(64, 4096), 0, out)
+
+
+def test_three_consumers_for_long_powers_at_width_64() -> None:
+    def consumers(call: Problem, statistics: int = 0, forced: Literal[2, 3] | None = None) -> int:
+        with tuning.override(tma=True, consumers=forced):
+            launched = launch_forward.forward_launch(call, statistics, torch.empty_like(call.q))
+        return int(launched.options["CONFIG"].CONSUMERS.value)
+
+    assert consumers(problem(64, 4096, power=4), 1) == 3
+    assert consumers(problem(64, 2048, power=2, causal=True)) == 3
+    assert consumers(problem(64, 4096)) == consumers(problem(64, 1024, power=4)) == 2
+    assert consumers(problem(64, 4096, power=4), forced=2) == 2
+    assert consumers(problem(64, 300), forced=3) == 3
+    # Not supported: other widths and entropies.
+    assert consumers(problem(128, 4096, power=4), forced=3) == 2
+    assert consumers(problem(64, 4096, power=4, entropy_every=8), 2, forced=3) == 2
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,19 @@ class ForwardConfig(NamedTuple):
     """Head width of queries, keys and values."""
     GROUP: int
     """Query heads per key head."""
+    CONSUMERS: int
+    """Groups of four warps that compute: two or three."""
     ROWS: int
-    """Query rows of each of the two consumers."""
+    """Query rows of each consumer."""
     KEYS: int
     """Keys of a K or V tile."""
     STAGES: int
     """Number of K buffers, and of V buffers."""
     Q_IN_REGISTERS: bool
     """Whether a consumer holds its Q tile in registers instead of in shared memory."""
+    CONVERT_LATE: bool
+    """Whether powers become bfloat16 weights after the product that they are computed beside: it
+    takes fewer registers. Otherwise beside it, too. Not supported with `log_sum`."""
     CAUSAL: bool
     POWER: int
     """p of the weights max(score, 0)^p."""

@@ -178,14 +178,18 @@ def zero_padding(tile, buffer, col, end, KEYS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def store_tile(x, target, buffer, batch, head, row):
-    """Store x [ROWS, D] as bfloat16 to rows `row ..` of `target` with TMA, through `buffer`."""
+    """Store x [ROWS, D] as bfloat16 to rows `row ..` of `target` with TMA, through `buffer`.
+
+    `buffer` [1, 1, rows, D] may have more rows than x.
+    """
     # The previous store must have read the buffer. Only thread 0 can wait for it.
     tma.store_wait(0)
     thread_barrier()
-    buffer.reshape([x.shape[0], x.shape[1]]).store(x.to(gl.bfloat16))  # [ROWS, D]
+    whole = buffer.reshape([buffer.shape[2], x.shape[1]])
+    whole.slice(0, x.shape[0], dim=0).store(x.to(gl.bfloat16))  # [ROWS, D]
     fence_async_shared()
     thread_barrier()
-    tma_store(target, [batch, head, row, 0], buffer)
+    tma_store(target, [batch, head, row, 0], buffer.slice(0, x.shape[0], dim=2))
 
 
 @gluon.jit

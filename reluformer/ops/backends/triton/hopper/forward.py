@@ -2,25 +2,29 @@
 
 It computes what `portable/forward.py` computes.
 
-Work: a CTA is persistent and owns a list of query tiles, each 2 * ROWS rows of one head. Packed
-sequences have a list in memory (`portable/packed_schedule.py`). For each query tile the CTA loops
-over the key tiles that its rows see.
+Work: a CTA is persistent and owns a list of query tiles, each CONSUMERS * ROWS rows of one head.
+Packed sequences have a list in memory (`portable/packed_schedule.py`). For each query tile the CTA
+loops over the key tiles that its rows see.
 
 Partitions of warps:
     consumer 0   4 warps   query rows [0, ROWS) of each tile
     consumer 1   4 warps   query rows [ROWS, 2 * ROWS) of each tile
+    consumer 2   4 warps   query rows [2 * ROWS, 3 * ROWS), with CONSUMERS = 3
     producer     1 warp    loads Q, K and V with TMA and runs ahead into the next query tile
 
 A consumer issues S = Q K_j^T, then O += P_(j-1) V_(j-1), and computes the weights
 P_j = max(S, 0)^p while the second product runs. The first scores of the next query tile are in
 flight while the output of a tile is written. So the tensor cores wait neither for loads and stores
-nor for weights.
+nor for weights. With CONVERT_LATE only the powers are computed beside the second product, and they
+become weights after it: P_j takes the registers of P_(j-1), and the other consumers keep the tensor
+cores busy meanwhile. This is how three consumers, with 160 registers a thread instead of 240, hold
+their tiles without spills.
 
 Shared memory, bfloat16:
     q      [ROWS, D]   one buffer per consumer, two unless Q_IN_REGISTERS
-    k, v   [KEYS, D]   two rings of STAGES buffers, read by both consumers
-    out    [ROWS, D]   one buffer per consumer: staging for the TMA store, or a V tile whose padding
-                       is zeroed
+    k, v   [KEYS, D]   two rings of STAGES buffers, read by all consumers
+    out    [ROWS, D]   one buffer per consumer: staging for the TMA store, or a V tile [KEYS, D]
+                       whose padding is zeroed
 Registers of a consumer:
     S [ROWS, KEYS] and O [ROWS, D] in float32, P [ROWS, KEYS] in bfloat16, partial row sums, and Q
     [ROWS, D] with Q_IN_REGISTERS
@@ -28,7 +32,7 @@ Registers of a consumer:
 Barriers, one per buffer:
     q_full            TMA arrives (the producer expects its bytes)    the consumer waits
     q_empty           the consumer arrives                            the producer waits
-    k_full, v_full    TMA arrives                                     both consumers wait
+    k_full, v_full    TMA arrives                                     all consumers wait
     k_empty, v_empty  each consumer arrives once                      the producer waits
 A wait names the parity of the phase that must be complete. Consumers start with 0. The producer
 starts with 1, which passes at once on a new barrier: all buffers are empty.
@@ -49,7 +53,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Bounds,
     Ring,
     advance,
@@ -75,7 +78,8 @@ from reluformer.ops.backends.triton.hopper.weights import (
     partial_even_sums,
     partial_log_sums,
     partial_row_sums,
-    relu_weights,
+    rectified,
+    signed_powers,
 )
 from reluformer.ops.backends.triton.portable.device import BLOCK, LN2
 from reluformer.ops.backends.triton.versions import thread_barrier
@@ -107,7 +111,7 @@ def _wait_for_queries(shared, ring, consumer: gl.constexpr, CONFIG: gl.constexpr
     layout: gl.constexpr = gl.DotOperandLayout(
         0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.KEYS, 16]), 2
     )
-    place = ring.stage * CONSUMERS + consumer
+    place = ring.stage * CONFIG.CONSUMERS + consumer
     mbarrier.wait(shared.q_full.index(place), ring.phase)
     q_tile = shared.q.index(place).reshape([CONFIG.ROWS, CONFIG.D])
     if CONFIG.Q_IN_REGISTERS:
@@ -139,22 +143,28 @@ def _key_loop(
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(shared.k_empty.index(k_ring.stage), count=1)
         k_ring = advance(k_ring, CONFIG.STAGES)
-        w = relu_weights(s, bounds, j * CONFIG.KEYS, threshold, scale, MASKED, CONFIG)
-        if CONFIG.ROW_SUMS:
-            row_sum += partial_row_sums(w)
+        w = signed_powers(s, bounds, j * CONFIG.KEYS, threshold, scale, MASKED, CONFIG)
+        if not CONFIG.CONVERT_LATE:
+            # The product in flight still reads the registers of p.
+            w = rectified(w)
+            if CONFIG.ROW_SUMS:
+                row_sum += partial_row_sums(w)
         if LOGS:
             log_sum += partial_log_sums(w)
             # The next iteration waits again. Without this wait ptxas delays the logarithms until
             # the product in flight is complete.
             mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
-        # The product in flight still reads the registers of p.
-        next_p = gl.convert_layout(w, p_layout, assert_trivial=True)
         if CONFIG.POWER > 1 and not LOGS:
             end_block(v_ring.stage)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_empty.index(v_ring.stage), count=1)
         v_ring = advance(v_ring, CONFIG.STAGES)
-        p = next_p
+        if CONFIG.CONVERT_LATE:
+            # Into the registers of p, which no product reads now.
+            w = rectified(w)
+            if CONFIG.ROW_SUMS:
+                row_sum += partial_row_sums(w)
+        p = gl.convert_layout(w, p_layout, assert_trivial=True)
     return KeyLoopState(acc, s, p, row_sum, log_sum, k_ring, v_ring)
 
 
@@ -186,7 +196,7 @@ def _key_tiles(
             if LOGS and EVERY > 1:
                 high = gl.where(sample == (loop == 2), high, 0)
             if loop > 0 and not CONFIG.Q_IN_REGISTERS:
-                place = opaque(q_stage) * CONSUMERS + consumer
+                place = opaque(q_stage) * CONFIG.CONSUMERS + consumer
                 q_tile = shared.q.index(place).reshape([CONFIG.ROWS, CONFIG.D])
             state = _key_loop(
                 state, q_tile, shared, low, high, bounds, threshold, scale, loop > 0 and MASK,
@@ -272,13 +282,13 @@ def _consumer(
     for step in range(0, steps):
         work_tile = locate_tile(step, sizes, pointers.lengths, pointers.work, CONFIG.CAUSAL)
         batch, head, tile, first_q, first_k, n_q, n_k, end = work_tile
-        row = tile * (CONSUMERS * CONFIG.ROWS)
+        row = tile * (CONFIG.CONSUMERS * CONFIG.ROWS)
         offset = n_k - n_q
         # Which blocks of rows are sampled: the same as `entropy_wanted` of the portable kernels.
         sample = (row // BLOCK + head + batch) % CONFIG.ENTROPY_EVERY == 0
-        # Key tiles that the producer loads for both consumers, and those that this one needs.
+        # Key tiles that the producer loads for all consumers, and those that this one needs.
         loaded, _ = key_tile_counts(
-            row, n_q, n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
+            row, n_q, n_k, end, CONFIG.CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
         )  # fmt: skip
         row += consumer * CONFIG.ROWS
@@ -291,9 +301,10 @@ def _consumer(
         # The scores of the first key tile are complete.
         mbarrier.arrive(shared.k_empty.index(k_ring.stage), count=1)
         k_ring = advance(k_ring, CONFIG.STAGES)
-        w = relu_weights(
+        w = signed_powers(
             s, bounds, 0, threshold, scalars.scale, CONFIG.CAUSAL or CONFIG.MASK_TAIL, CONFIG
-        )  # [ROWS, KEYS]
+        )
+        w = rectified(w)  # [ROWS, KEYS]
         row_sum = 0.0
         if CONFIG.ROW_SUMS:
             row_sum = partial_row_sums(w)
@@ -310,7 +321,8 @@ def _consumer(
         )  # fmt: skip
         acc, s, p, row_sum, log_sum, k_ring, v_ring = state
         if not CONFIG.Q_IN_REGISTERS:
-            mbarrier.arrive(shared.q_empty.index(q_ring.stage * CONSUMERS + consumer), count=1)
+            place = q_ring.stage * CONFIG.CONSUMERS + consumer
+            mbarrier.arrive(shared.q_empty.index(place), count=1)
 
         # O += P V of the last key tile.
         mbarrier.wait(shared.v_full.index(v_ring.stage), v_ring.phase)
@@ -319,7 +331,8 @@ def _consumer(
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
             thread_barrier()
-            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+            buffer = shared.out.index(consumer)
+            buffer = buffer.reshape([buffer.shape[2], CONFIG.D])
             v_tile = zero_padding(
                 v_tile, buffer, (count - 1) * CONFIG.KEYS, end, CONFIG.KEYS, CONFIG.D
             )
@@ -359,26 +372,21 @@ def hopper_forward_kernel(
     Q_BUFFERS: gl.constexpr = 1 if CONFIG.Q_IN_REGISTERS else 2
     if pointers.work is not None:
         items = gl.load(pointers.work) * heads
-    shared = allocate_shared(q, k, v, out, Q_BUFFERS * CONSUMERS, CONFIG)
+    shared = allocate_shared(q, k, v, out, Q_BUFFERS * CONFIG.CONSUMERS, CONFIG)
     fence_async_shared()
     thread_barrier()
     sizes = ForwardSizes(items, heads, tiles, n_q, n_k)
     # Constexprs stand in the lists themselves: in a variable they would become tensors.
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (out, pointers, shared, sizes, strides, scalars, 0, Q_BUFFERS, CONFIG),
-            ),
-            (
-                _consumer,
-                (out, pointers, shared, sizes, strides, scalars, 1, Q_BUFFERS, CONFIG),
-            ),
-            (
+            (_consumer, (out, pointers, shared, sizes, strides, scalars, part, Q_BUFFERS, CONFIG))
+            if part < CONFIG.CONSUMERS
+            else (
                 forward_producer,
                 (q, k, v, pointers.lengths, pointers.work, shared, sizes, Q_BUFFERS, CONFIG),
-            ),
+            )
+            for part in (0, 1, 2, 3)[: CONFIG.CONSUMERS + 1]
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4, 1] if CONFIG.CONSUMERS == 3 else [4, 1],
+        [160, 160, 24] if CONFIG.CONSUMERS == 3 else [240, 24],
     )

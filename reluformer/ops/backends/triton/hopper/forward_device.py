@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Ring,
     advance,
     key_end,
@@ -106,8 +105,10 @@ def locate_tile(step, sizes, lengths, work, PAIRED: gl.constexpr):
 def allocate_shared(q, k, v, out, Q_TILES: gl.constexpr, CONFIG: gl.constexpr):
     """Allocate the buffers, allocate and initialise the barriers."""
     q_bufs = gl.allocate_shared_memory(q.dtype, [Q_TILES, 1, 1, CONFIG.ROWS, CONFIG.D], q.layout)
+    # An output buffer may have to hold a V tile.
+    O_ROWS: gl.constexpr = CONFIG.ROWS if CONFIG.ROWS > CONFIG.KEYS else CONFIG.KEYS
     o_bufs = gl.allocate_shared_memory(
-        q.dtype, [CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D], out.layout
+        q.dtype, [CONFIG.CONSUMERS, 1, 1, O_ROWS, CONFIG.D], out.layout
     )
     k_bufs = gl.allocate_shared_memory(
         q.dtype, [CONFIG.STAGES, 1, 1, CONFIG.KEYS, CONFIG.D], k.layout
@@ -129,9 +130,9 @@ def allocate_shared(q, k, v, out, Q_TILES: gl.constexpr, CONFIG: gl.constexpr):
     for i in gl.static_range(CONFIG.STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        # Both consumers read each K and V tile.
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        # All consumers read each K and V tile.
+        mbarrier.init(k_empty.index(i), count=CONFIG.CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONFIG.CONSUMERS)
     return ForwardShared(
         q_bufs, k_bufs, v_bufs, o_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty
     )
@@ -154,18 +155,18 @@ def forward_producer(
     for step in range(0, steps + 1):
         work_tile = locate_tile(step, sizes, lengths, work, CONFIG.CAUSAL)
         batch, head, tile, first_q, first_k, n_q, n_k, end = work_tile
-        row = tile * (CONSUMERS * CONFIG.ROWS)
-        # Key tiles that the rows of either consumer see.
+        row = tile * (CONFIG.CONSUMERS * CONFIG.ROWS)
+        # Key tiles that the rows of any consumer see.
         count, _ = key_tile_counts(
-            row, n_q, n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
+            row, n_q, n_k, end, CONFIG.CONSUMERS * CONFIG.ROWS, CONFIG.KEYS, CONFIG.CAUSAL,
             CONFIG.MASK_TAIL,
         )  # fmt: skip
         # After the last tile, one K tile.
         is_work = step < steps
         count = gl.where(is_work, count, 1)
-        # Q of both consumers, each with a barrier of its own.
-        for consumer in gl.static_range(CONSUMERS):
-            place = q_ring.stage * CONSUMERS + consumer
+        # Q of all consumers, each with a barrier of its own.
+        for consumer in gl.static_range(CONFIG.CONSUMERS):
+            place = q_ring.stage * CONFIG.CONSUMERS + consumer
             mbarrier.wait(shared.q_empty.index(place), q_ring.phase)
             bar = shared.q_full.index(place)
             mbarrier.expect(bar, CONFIG.ROWS * CONFIG.D * 2)
@@ -197,7 +198,7 @@ def forward_producer(
 
 @gluon.jit
 def release_unread_keys(shared, k_ring, v_ring, low, high, STAGES: gl.constexpr):
-    """Release key tiles [low, high), which only the other consumer needs: the rings after them."""
+    """Release key tiles [low, high), which only other consumers need: the rings after them."""
     for _ in range(low, high):
         mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
         mbarrier.wait(shared.v_full.index(v_ring.stage), v_ring.phase)

@@ -169,7 +169,7 @@ def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
         return False
     heads = min(problem.q.shape[1], problem.k.shape[1])
     shortest = min(problem.settings.max_q, problem.settings.max_k)
-    fills_gpu = work_items(problem, heads, shortest, _SIDE) >= processors(problem.q.device)
+    fills_gpu = work_items(problem, heads, shortest, 2 * _SIDE) >= processors(problem.q.device)
     return fills_gpu and shortest >= _FROM
 
 
@@ -211,8 +211,8 @@ def _launch(
     `tiled` are the tensors that it reads or writes in tiles, each with the rows of a tile.
     """
     max_q, max_k = problem.settings.max_q, problem.settings.max_k
-    items = work_items(problem, heads, length, config.ROWS)
-    tiles = tiles_per_head(length, config.ROWS)
+    items = work_items(problem, heads, length, 2 * config.ROWS)
+    tiles = tiles_per_head(length, 2 * config.ROWS)
     sizes = (items, heads, tiles, max_q, max_k, _key_blocks(problem), _head_blocks(problem))
     return launch(
         kernel,

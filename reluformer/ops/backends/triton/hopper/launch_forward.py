@@ -30,18 +30,38 @@ from reluformer.ops.backends.triton.run_packed import (
 _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
 
-class ForwardTile(NamedTuple):
-    """Tile of the forward kernel for one head width."""
+# Number of queries from which on three consumers are the default of powers above 1. Tiles of 192
+# rows leave more rows of a short sequence empty.
+_THREE_FROM = 2048
 
+
+class ForwardTile(NamedTuple):
+    """Tile of the forward kernel."""
+
+    consumers: int
+    """Groups of four warps that compute: two or three."""
     rows: int
     """Query rows of each consumer."""
     keys: int
     stages: int
     q_in_registers: bool
+    converts_late: bool = False
+    """`CONVERT_LATE` of `ForwardConfig`."""
+
+    @property
+    def all_rows(self) -> int:
+        """Query rows of all consumers."""
+        return self.consumers * self.rows
 
 
-TILES = {64: ForwardTile(128, 64, 4, False), 128: ForwardTile(64, 64, 4, True)}
-"""Tile by head width. `benchmarks/tiles.py` does not search these."""
+WIDTHS = (64, 128)
+"""Head widths that the kernel has tiles for."""
+TILES = {
+    (64, 2): ForwardTile(2, 128, 64, 4, q_in_registers=False),
+    (64, 3): ForwardTile(3, 64, 128, 4, q_in_registers=False, converts_late=True),
+    (128, 2): ForwardTile(2, 64, 64, 4, q_in_registers=True),
+}
+"""Tile by head width and number of consumers. `benchmarks/tiles.py` does not search these."""
 
 
 class HopperLaunch(Launch):
@@ -69,7 +89,7 @@ class ForwardLaunch(HopperLaunch):
         rest = work = None
         if cu_q is not None and cu_k is not None:
             config = self.options["CONFIG"]
-            rows, paired = 2 * config.ROWS.value, config.CAUSAL.value
+            rows, paired = config.CONSUMERS.value * config.ROWS.value, config.CAUSAL.value
             rest, work = out, work_list(cu_q, cu_k, self.work_size, rows, paired=paired)
         pointers = ForwardPointers(rest, row_sum, log_sum, gamma, threshold, lengths, work)
         super().__call__(q, k, v, out, pointers)
@@ -88,7 +108,7 @@ def should_use(problem: Problem, statistics: int, out: Tensor) -> bool:
         return False
     if problem.is_packed and (statistics > 1 or problem.sequences > MAX_SEQUENCES):
         return False
-    if not can_run(problem, TILES, (problem.q, problem.k, problem.v, out)):
+    if not can_run(problem, WIDTHS, (problem.q, problem.k, problem.v, out)):
         return False
     return bool(requested) or (is_supported_gpu(out) and _is_faster(problem, statistics))
 
@@ -98,16 +118,18 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
     from reluformer.ops.backends.triton.hopper.forward import hopper_forward_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    tile = TILES[q.shape[-1]]
+    tile = _tile(problem, statistics)
     items = _items(problem, tile)
     has_threshold = uses_threshold(problem)
     config = ForwardConfig(
         D=q.shape[-1],
         GROUP=problem.group,
+        CONSUMERS=tile.consumers,
         ROWS=tile.rows,
         KEYS=tile.keys,
         STAGES=tile.stages,
         Q_IN_REGISTERS=tile.q_in_registers,
+        CONVERT_LATE=tile.converts_late,
         CAUSAL=problem.settings.causal,
         POWER=problem.settings.power,
         HAS_THRESHOLD=has_threshold,
@@ -119,7 +141,7 @@ def forward_launch(problem: Problem, statistics: int, out: Tensor) -> HopperLaun
         ROW_NORMALISE=problem.is_row_normalised,
         ENTROPY_EVERY=problem.settings.entropy_every if statistics == 2 else 1,
     )
-    sizes = (items, q.shape[1], tiles_per_head(problem.settings.max_q, tile.rows))
+    sizes = (items, q.shape[1], tiles_per_head(problem.settings.max_q, tile.all_rows))
     launch = ForwardLaunch(
         hopper_forward_kernel,
         min(items, processors(q.device)),
@@ -183,8 +205,8 @@ def uses_threshold(problem: Problem) -> bool:
 
 
 def tiles_per_head(length: int, rows: int) -> int:
-    """Number of tiles of a sequence, with `rows` rows for each of the two consumers."""
-    return int(triton.cdiv(length, 2 * rows))
+    """Number of tiles of `rows` rows in a sequence."""
+    return int(triton.cdiv(length, rows))
 
 
 def work_items(problem: Problem, heads: int, length: int, rows: int) -> int:
@@ -203,8 +225,19 @@ def _is_faster(problem: Problem, statistics: int) -> bool:
     shortest = _CAUSAL_FROM if problem.settings.causal else _FROM
     if problem.settings.causal and problem.settings.power == 8 and width == 64:
         shortest = _CAUSAL_POWER_8_FROM
-    fills_gpu = _items(problem, TILES[width]) >= processors(problem.q.device)
+    fills_gpu = _items(problem, _tile(problem, statistics)) >= processors(problem.q.device)
     return fills_gpu and min(problem.settings.max_q, problem.settings.max_k) >= shortest
+
+
+def _tile(problem: Problem, statistics: int) -> ForwardTile:
+    """The tile of a call: that of `tuning.override`, if it supports the call, or the default."""
+    width = problem.q.shape[-1]
+    # Blocks of sampled entropies are whole tiles of two consumers.
+    if (width, 3) not in TILES or statistics > 1:
+        return TILES[width, 2]
+    settings = problem.settings
+    default = 3 if settings.power > 1 and settings.max_q >= _THREE_FROM else 2
+    return TILES[width, tuning.current().consumers or default]
 
 
 def _items(problem: Problem, tile: ForwardTile) -> int:
@@ -212,12 +245,12 @@ def _items(problem: Problem, tile: ForwardTile) -> int:
     heads = problem.q.shape[1]
     if problem.is_packed:
         return _work_size(problem, tile).total * heads
-    return work_items(problem, heads, problem.settings.max_q, tile.rows)
+    return work_items(problem, heads, problem.settings.max_q, tile.all_rows)
 
 
 def _work_size(problem: Problem, tile: ForwardTile) -> WorkListSize:
     """Size of the work list of packed sequences."""
-    tokens, rows = problem.q.shape[2], 2 * tile.rows
+    settings = problem.settings
     return work_list_size(
-        tokens, problem.sequences, problem.settings.max_q, rows, paired=problem.settings.causal
+        problem.q.shape[2], problem.sequences, settings.max_q, tile.all_rows, paired=settings.causal
     )

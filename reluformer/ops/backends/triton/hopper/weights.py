@@ -11,8 +11,8 @@ from reluformer.ops.backends.triton.hopper.device import mask_keys, shift_scores
 
 
 @gluon.jit
-def relu_weights(s, bounds, col, threshold, scale, MASKED: gl.constexpr, CONFIG: gl.constexpr):
-    """Weights max(score, 0)^p in bfloat16, in the layout of the scores.
+def signed_powers(s, bounds, col, threshold, scale, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+    """Powers |score|^p with the sign of the score, float32; `rectified` makes them weights.
 
     Args:
         s: products q k [ROWS, KEYS] with the keys from `col` on, float32.
@@ -29,9 +29,15 @@ def relu_weights(s, bounds, col, threshold, scale, MASKED: gl.constexpr, CONFIG:
         s = s * gl.abs(s)
     if CONFIG.POWER == 8:
         s = s * gl.abs(s)
+    return s
+
+
+@gluon.jit
+def rectified(x):
+    """max(x, 0) in bfloat16, in the layout of x."""
     # Rectifies and converts two values per instruction; the compiler does not find it by itself.
     return gl.inline_asm_elementwise(
-        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [s], gl.bfloat16, is_pure=True, pack=2
+        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
     )
 
 

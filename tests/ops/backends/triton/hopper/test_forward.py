@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from reluformer import relu_attention
 from reluformer.ops import signature, stats
 from reluformer.ops.backends.triton import launch, op, run_packed, tuning
 from reluformer.ops.backends.triton.hopper.arguments import ForwardConfig, ForwardPointers, Scalars
-from reluformer.ops.backends.triton.hopper.launch_forward import HopperLaunch
+from reluformer.ops.backends.triton.hopper.launch_forward import ForwardTile, HopperLaunch
 from reluformer.ops.call import Call, Packing
 from reluformer.ops.rule import Rectified
 from reluformer.ops.visibility import Visibility
@@ -26,15 +26,21 @@ from tests.ops.rectified import check as check_gradients
 
 FILE = Path(__file__).parents[5] / "reluformer/ops/backends/triton/hopper/forward.py"
 SOURCE = gluon_emulator.kernels(FILE)
-ROWS, KEYS, WIDTH, STAGES, BATCH = 32, 16, 16, 2, 2
+WIDTH, BATCH = 16, 2
+TWO = ForwardTile(2, 32, 16, 2, q_in_registers=False)
+# Tiles of 48 rows: they divide neither the blocks of rows nor the lengths of most tests.
+THREE = ForwardTile(3, 16, 32, 2, q_in_registers=False, converts_late=True)
+TWO_TILES = (TWO, TWO._replace(q_in_registers=True))
+by_consumers = pytest.mark.parametrize("tiles", [TWO_TILES, (THREE,)], ids=["two", "three"])
 
 
-def config(**options: Any) -> ForwardConfig:
-    """A configuration of the kernel with small tiles; a plain full call unless options differ."""
+def config(tile: ForwardTile, **options: Any) -> ForwardConfig:
+    """A configuration of the kernel; a plain full call unless options differ."""
     plain = ForwardConfig(
-        D=WIDTH, GROUP=1, ROWS=ROWS, KEYS=KEYS, STAGES=STAGES, Q_IN_REGISTERS=False, CAUSAL=False,
-        POWER=1, HAS_THRESHOLD=False, SCALE_SCORES=False, MASK_TAIL=False, ROW_SUMS=False,
-        ROW_NORMALISE=False, ENTROPY_EVERY=1,
+        D=WIDTH, GROUP=1, CONSUMERS=tile.consumers, ROWS=tile.rows, KEYS=tile.keys,
+        STAGES=tile.stages, Q_IN_REGISTERS=tile.q_in_registers, CONVERT_LATE=tile.converts_late,
+        CAUSAL=False, POWER=1, HAS_THRESHOLD=False, SCALE_SCORES=False, MASK_TAIL=False,
+        ROW_SUMS=False, ROW_NORMALISE=False, ENTROPY_EVERY=1,
     )  # fmt: skip
     return plain._replace(**options)
 
@@ -51,7 +57,7 @@ def run(
     group: int,
     sums: bool,
     row_normalise: bool,
-    in_registers: bool,
+    tile: ForwardTile,
     seed: int,
     every: int = 0,
     source: dict[str, Any] = SOURCE,
@@ -70,24 +76,23 @@ def run(
     gamma = torch.tensor([0.5 + 0.25 * h for h in range(heads)])
     thresholds = None if threshold is None else torch.full((heads,), threshold)
     key_lengths = None if lengths is None else torch.tensor(lengths)
-    tiles = math.ceil(queries / (2 * ROWS))
+    tiles = math.ceil(queries / tile.all_rows)
     items = BATCH * heads * (math.ceil(tiles / 2) if causal else tiles)
     scale = WIDTH**-0.5
     epsilon = 1e-3 if row_normalise else None
     gluon_emulator.launch(
         source["hopper_forward_kernel"],
         min(programs, items),
-        *(gluon_emulator.Descriptor(x, n) for x, n in ((q, ROWS), (k, KEYS), (v, KEYS))),
-        gluon_emulator.Descriptor(out, ROWS),
+        *descriptors(tile, q, k, v, out),
         pointers(None, row_sum, log_sum, gamma, thresholds, key_lengths, None),
         *(items, heads, tiles, queries, keys),
         (0, 0),
         Scalars(scale, 1.0 if power > 2 else scale**power, 0.0, 0.5, epsilon),
         seed=seed,
         CONFIG=config(
-            GROUP=group, Q_IN_REGISTERS=in_registers, CAUSAL=causal, POWER=power,
+            tile, GROUP=group, CAUSAL=causal, POWER=power,
             HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
-            MASK_TAIL=(threshold is not None and keys % KEYS > 0) or lengths is not None,
+            MASK_TAIL=(threshold is not None and keys % tile.keys > 0) or lengths is not None,
             ROW_SUMS=sums,
             ROW_NORMALISE=row_normalise, ENTROPY_EVERY=max(every, 1),
         ),
@@ -98,6 +103,12 @@ def run(
         key_lengths=key_lengths, return_sums="entropy", impl="reference",
     )  # fmt: skip
     return out, row_sum, log_sum, expected
+
+
+def descriptors(tile: ForwardTile, *tensors: torch.Tensor) -> list[gluon_emulator.Descriptor]:
+    """The TMA descriptors of q, k, v and the output."""
+    rows = (tile.rows, tile.keys, tile.keys, tile.rows)
+    return list(map(gluon_emulator.Descriptor, tensors, rows))
 
 
 def pointers(*tensors: torch.Tensor | None) -> Any:
@@ -119,6 +130,7 @@ def check(*args: int, **options: Any) -> None:
         assert log_sum[~sampled].eq(0).all()
 
 
+@by_consumers
 @settings(max_examples=25, deadline=None)
 @given(
     queries=st.integers(1, 150),
@@ -131,31 +143,31 @@ def check(*args: int, **options: Any) -> None:
     group=st.sampled_from((1, 2)),
     sums=st.sampled_from(("none", "sums", "row_normalise")),
     every=st.sampled_from((0, 1, 2)),
-    in_registers=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_kernel_in_emulator_matches_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
-    padded: bool, group: int, sums: str, every: int, in_registers: bool, seed: int,
+    padded: bool, group: int, sums: str, every: int, seed: int, tiles: tuple[ForwardTile, ...],
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
     check(
         queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
         group=group, sums=sums != "none", row_normalise=sums == "row_normalise",
-        in_registers=in_registers, seed=seed, every=every,
+        tile=tiles[seed % len(tiles)], seed=seed, every=0 if THREE in tiles else every,
     )  # fmt: skip
 
 
+@by_consumers
 @settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), min_size=1, max_size=4),
     programs=st.integers(1, 5),
     causal=st.booleans(),
-    in_registers=st.booleans(),
 )
 def test_packed_sequences_in_emulator_match_reference(
-    lengths: list[tuple[int, int]], programs: int, causal: bool, in_registers: bool
+    lengths: list[tuple[int, int]], programs: int, causal: bool, tiles: tuple[ForwardTile, ...]
 ) -> None:
+    tile = tiles[programs % len(tiles)]
     heads, scale = 2, WIDTH**-0.5
     ends_q, ends_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))
     # Two more rows than the sequences have: they must be neither read nor written.
@@ -165,20 +177,20 @@ def test_packed_sequences_in_emulator_match_reference(
     out = torch.full_like(q, 7.0)
     row_sum = torch.full((q.shape[2], heads), 7.0)
     longest = max(1, *(each for each, _ in lengths))
-    room = run_packed.work_list_size(q.shape[2], len(lengths), longest, 2 * ROWS, paired=causal)
+    rows = tile.all_rows
+    room = run_packed.work_list_size(q.shape[2], len(lengths), longest, rows, paired=causal)
     cu = (torch.tensor(each) for each in (ends_q, ends_k))
-    work = run_packed.work_list(*cu, room, 2 * ROWS, paired=causal)
+    work = run_packed.work_list(*cu, room, rows, paired=causal)
     gluon_emulator.launch(
         SOURCE["hopper_forward_kernel"],
         programs,
-        *(gluon_emulator.Descriptor(x, n) for x, n in ((q, ROWS), (k, KEYS), (v, KEYS))),
-        gluon_emulator.Descriptor(out, ROWS),
+        *descriptors(tile, q, k, v, out),
         pointers(out, row_sum, None, None, None, None, work),
         *(None, heads, None, None, None),
         out.stride()[1:3],
         Scalars(scale, scale, 0.0, 0.5, None),
         CONFIG=config(
-            Q_IN_REGISTERS=in_registers,
+            tile,
             CAUSAL=causal,
             MASK_TAIL=True,
             ROW_SUMS=True,
@@ -223,8 +235,8 @@ MISTAKES = {
         "            v_tile = zero_padding(", "            zero_padding(", WRONG_OUTPUT
     ),
     "an output is overwritten before it is stored": Mistake(
-        "    tma.store_wait(0)\n    thread_barrier()\n    buffer",
-        "    thread_barrier()\n    buffer",
+        "    tma.store_wait(0)\n    thread_barrier()\n    whole",
+        "    thread_barrier()\n    whole",
         WRONG_OUTPUT,
     ),
     "queries released before they are in registers": Mistake(
@@ -235,15 +247,22 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [(name, TWO_TILES["registers" in name]) for name in MISTAKES]
+    + [(name, THREE) for name in MISTAKES if "registers" not in name],
+    ids=lambda each: f"{each.consumers} consumers" if isinstance(each, ForwardTile) else each,
+)
+def test_emulator_finds_mistake(
+    name: str, tile: ForwardTile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, wrong, error = MISTAKES[name]
     broken = gluon_emulator.kernels(FILE, (right, wrong))
     lengths = (90, 61) if "padding" in name else None
-    in_registers = "registers" in name
+    in_registers = tile.q_in_registers
     options: dict[str, Any] = {
         "causal": not in_registers, "power": 1, "threshold": None, "lengths": lengths, "group": 1,
-        "sums": False, "row_normalise": False, "in_registers": in_registers,
+        "sums": False, "row_normalise": False, "tile": tile,
     }  # fmt: skip
     # With few keys the producer loads the next queries at once.
     sizes = (300, 10, 1) if in_registers else (100, 100, 2)
@@ -256,6 +275,7 @@ def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+by_tile = pytest.mark.parametrize(("width", "consumers"), [(64, 2), (64, 3), (128, 2)])
 MODEL = {"power": 8, "threshold": (-8.0, -4.0), "row_normalise": 1e-4, "statistics": 1}
 CASES = [
     Case("full", statistics=1),
@@ -275,9 +295,9 @@ LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("width", [64, 128])
+@by_tile
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_on_gpu_matches_reference(case: Case, width: int) -> None:
+def test_kernel_on_gpu_matches_reference(case: Case, width: int, consumers: Literal[2, 3]) -> None:
     launch.LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and case.gamma:
@@ -289,26 +309,29 @@ def test_kernel_on_gpu_matches_reference(case: Case, width: int) -> None:
         )
         for transposed in (True, False):
             given = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(hopper=True):
+            with tuning.override(hopper=True, consumers=consumers):
                 check_gradients(op.attend, given, 9e-3, 18e-3)
     assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("width", [64, 128])
+@by_tile
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_tiles_per_program_match_portable_kernel(width: int, causal: bool) -> None:
+@pytest.mark.parametrize("power", [1, 4])
+def test_many_tiles_per_program_match_portable_kernel(
+    width: int, consumers: Literal[2, 3], causal: bool, power: int
+) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(16, 1111, 16, width, device="cuda").bfloat16() for _ in range(3))
-    options = {"causal": causal, "impl": "triton", "return_sums": "row_sum"}
+    options = {"causal": causal, "power": power, "impl": "triton", "return_sums": "row_sum"}
     launch.LAUNCHES.clear()
     results = []
     for hopper in (None, None, False):
-        with tuning.override(hopper=hopper):
+        with tuning.override(hopper=hopper, consumers=consumers):
             made = relu_attention(*(each.transpose(1, 2) for each in (q, k, v)), **options)
             results.append((made.output, made.sums.row_sum))
-    # The default choice at this size.
+    # The default choice of the kernel at this size.
     assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
     for result, portable in zip(results[0], results[2], strict=True):
@@ -320,10 +343,10 @@ def test_many_tiles_per_program_match_portable_kernel(width: int, causal: bool) 
 @pytest.mark.parametrize(
     "options", [{}, {"row_normalise": 1e-4, "power": 8, "threshold": -4.0}], ids=str
 )
-@pytest.mark.parametrize("width", [64, 128])
+@by_tile
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_on_gpu_match_reference(
-    width: int, causal: bool, options: dict[str, Any]
+    width: int, consumers: Literal[2, 3], causal: bool, options: dict[str, Any]
 ) -> None:
     """Empty sequences, more queries than keys, partial tiles, and rows of no sequence."""
     torch.manual_seed(0)
@@ -333,7 +356,7 @@ def test_packed_sequences_on_gpu_match_reference(
     k, v = (torch.randn(int(ends[1][-1]) + 40, 2, width).bfloat16() for _ in range(2))
     k[-40:] = v[-40:] = float("nan")
     launch.LAUNCHES.clear()
-    with tuning.override(hopper=True):
+    with tuning.override(hopper=True, consumers=consumers):
         call = Call(
             *(each.cuda() for each in (q, k, v)), Visibility(causal=causal), width**-0.5,
             return_sums="row_sum",
