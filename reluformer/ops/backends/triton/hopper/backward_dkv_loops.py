@@ -195,7 +195,6 @@ def query_loop_separate(
         grad = add_row_terms(dp, row_terms, CONFIG)
         ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
         if CONFIG.GRADIENTS:
-            # After the start of dK, this would copy its operand first.
             store_gradients(ds, block, key_tile.key < key_tile.end)
             block = blocks
             blocks += PAIRS

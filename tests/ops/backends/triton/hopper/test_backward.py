@@ -221,11 +221,15 @@ WAIT_DK = (
     "CONFIG.POWER)\n"
     "        if CONFIG.ROW_TERMS:\n"
     "            terms += CONFIG.COLS\n"
+    "        if CONFIG.GRADIENTS:\n"
+    "            store_gradients(ds, blocks, key_tile.key < key_tile.end)\n"
+    "            blocks += PAIRS\n"
     "        end_block(ring.stage)\n"
 )
 WAIT_SEPARATE = "        dp, dk = warpgroup_mma_wait(0, [dp, dk])\n"
 WAIT_POWER = "        dp, acc = warpgroup_mma_wait(0, [dp, acc])\n"
 WAIT_DQ = "        acc = warpgroup_mma_wait(0, [acc])\n"
+ARRIVE_PRODUCT = "        mbarrier.arrive(shared.empty.index(ring.stage), count=1)\n"
 RELEASE_LOADED = "    thread_barrier()\n    mbarrier.arrive(empty"
 STORE = "    thread_barrier()\n    buffer"
 # On a GPU most runs with such a mistake would still give the right result.
@@ -259,6 +263,17 @@ MISTAKES = {
     "a gradient is overwritten before it is stored": Mistake(
         0, f"    tma.store_wait(0)\n{STORE}", STORE, "relative error of d[kv]"
     ),
+    "stored gradients and their keys are released before they are read": Mistake(
+        2, WAIT_DQ + ARRIVE_PRODUCT, ARRIVE_PRODUCT + WAIT_DQ, "relative error of dq"
+    ),
+    "stored gradients of keys that no row sees are read": Mistake(
+        2, "if MASKED:\n", "if MASKED and PADDED:\n", "relative error of dq"
+    ),
+    "stored gradients of the last tile of a power are lost": Mistake(
+        0, "            if CONFIG.GRADIENTS:\n                store_gradients(ds, block, ",
+        "            if CONFIG.SIGNS:\n                store_gradients(ds, block, ",
+        "relative error of dq",
+    ),
     "keys released before they are in registers": Mistake(
         0, f"    fence_async_shared()\n{RELEASE_LOADED}", RELEASE_LOADED, "relative error of d[kv]"
     ),
@@ -272,12 +287,13 @@ MISTAKES = {
 def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at, right, wrong, error = MISTAKES[name]
     broken = gluon_emulator.kernels(FILES[at], (right, wrong))
-    in_registers, power = "registers" in name, 4 if "power" in name else 1
+    in_registers, stored = "registers" in name, "stored" in name
+    power = 4 if "power" in name else 1
     options: dict[str, Any] = {
         "causal": not in_registers, "power": power, "separate": power > 1, "threshold": None,
         "group": 2, "sums": False,
         "lengths": (310, 150) if "padding" in name else None, "signs": False,
-        "in_registers": in_registers,
+        "in_registers": in_registers, "stored_rows": 128 * stored,
     }  # fmt: skip
     # With one streamed tile per step the producer loads the next resident tiles at once.
     sizes = ((600, 40, 1) if at else (40, 600, 1)) if in_registers else (330, 330, 2)
