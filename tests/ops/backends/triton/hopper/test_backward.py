@@ -211,7 +211,7 @@ WAIT_SEPARATE = "        dp, dk = warpgroup_mma_wait(0, [dp, dk])\n"
 WAIT_POWER = "        dp, acc = warpgroup_mma_wait(0, [dp, acc])\n"
 WAIT_DQ = "        acc = warpgroup_mma_wait(0, [acc])\n"
 RELEASE_LOADED = "    thread_barrier()\n    mbarrier.arrive(empty"
-STORE = "    thread_barrier()\n    buffer"
+STORE = "    thread_barrier()\n    whole"
 # On a GPU most runs with such a mistake would still give the right result.
 MISTAKES = {
     "queries released before they are read": Mistake(
