@@ -154,7 +154,7 @@ def _key_loop(
             # The next iteration waits again. Without this wait ptxas delays the logarithms until
             # the product in flight is complete.
             mbarrier.wait(shared.k_full.index(k_ring.stage), k_ring.phase)
-        if CONFIG.POWER > 1 and not LOGS:
+        if (CONFIG.POWER > 1 or CONFIG.CONVERT_LATE) and not LOGS:
             end_block(v_ring.stage)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.v_empty.index(v_ring.stage), count=1)

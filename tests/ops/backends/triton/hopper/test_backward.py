@@ -231,7 +231,7 @@ WAIT_POWER = "        dp, acc = warpgroup_mma_wait(0, [dp, acc])\n"
 WAIT_DQ = "        acc = warpgroup_mma_wait(0, [acc])\n"
 ARRIVE_PRODUCT = "        mbarrier.arrive(shared.empty.index(ring.stage), count=1)\n"
 RELEASE_LOADED = "    thread_barrier()\n    mbarrier.arrive(empty"
-STORE = "    thread_barrier()\n    buffer"
+STORE = "    thread_barrier()\n    whole"
 # On a GPU most runs with such a mistake would still give the right result.
 MISTAKES = {
     "queries released before they are read": Mistake(
