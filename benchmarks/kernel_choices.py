@@ -43,6 +43,8 @@ RULES: dict[str, dict[str, Any]] = {
     "power 2": {"power": 2, "threshold": -2.0, "row_normalise": 1e-4},
     "power 4, 70 % zeros": {"power": 4, "threshold": 0.5, "row_normalise": 1e-4},
     "power 8": {"power": 8, "threshold": -8.0, "row_normalise": 1e-4},
+    "1 + sum": {"power": 1, "threshold": -1.0, "row_normalise": 1.0},
+    "plain": {},
 }
 TOKENS, FEATURES = 16_384, 2048
 Row = dict[str, Any]
@@ -69,7 +71,8 @@ def calls_of(case: Case, choices: Sequence[str], device: str) -> dict[str, Calla
     )
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     options = dict(RULES[case.rule])
-    options["threshold"] = torch.full((shape[1],), options["threshold"], device=device)
+    if "threshold" in options:
+        options["threshold"] = torch.full((shape[1],), options["threshold"], device=device)
 
     def run(attend: Callable[[], Tensor], backward: bool) -> list[Tensor]:
         output = attend()
@@ -156,7 +159,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 1024, 16384])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--compile-only", action="store_true", help="fill the caches and stop")
     parser.add_argument("--compiled", action="store_true", help="the caches are filled")
@@ -180,13 +183,14 @@ def main() -> None:
     if options.compile_only:
         return
     rows: list[Row] = []
+    report = {"commit": commit(), "machine": info(), "choices": CHOICES, "rules": RULES}
+    report |= {"not_compiled": failed, "rows": rows}
     for case in cases:
         try:
             rows += measure(case, options.choices, options.rounds, device)
         except Exception as problem:
             rows.append({"case": str(case), "failed": in_short(problem)})
-    report = {"commit": commit(), "machine": info(), "choices": CHOICES, "rules": RULES}
-    write_json(options.out, {**report, "not_compiled": failed, "rows": rows})
+        write_json(options.out, report)
     print(table(rows))
 
 
