@@ -1,5 +1,6 @@
 """Runs that start with the finished weights of another run."""
 
+import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -12,13 +13,19 @@ import torch
 from reluformer import checkpoint
 from reluformer.checkpoint import RunState
 from reluformer.config.recipe import first_difference
+from reluformer.config.train import TrainConfig
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.config import AttentionConfig, ModelConfig
 from reluformer.processes import Processes
 from reluformer.train import train
 from reluformer.train.data import load_data
-from reluformer.train.initialise import _check_same_rule, initialise, load_start_weights
+from reluformer.train.initialise import (
+    _check_same_rule,
+    initialise,
+    load_start_weights,
+    torch_settings,
+)
 from tests.train.test_loop import assert_same, metrics, weights
 from tests.train.tiny import tiny
 
@@ -200,3 +207,17 @@ def _check(there: dict[str, Any], here: dict[str, Any], message: str | None) -> 
     refused = nullcontext() if message is None else pytest.raises(UserError, match=message)
     with refused:
         _check_same_rule(found, model, "run")
+
+
+def test_a_gpu_gets_the_faster_gradients_of_layer_norms_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
+    monkeypatch.setenv(name, "1")
+    with torch_settings(TrainConfig(), torch.device("cuda")):
+        assert os.environ[name] == "1"
+    monkeypatch.delenv(name)
+    with torch_settings(TrainConfig(), torch.device("cpu")):
+        assert name not in os.environ
+    with torch_settings(TrainConfig(), torch.device("cuda")):
+        assert os.environ[name] == "0"

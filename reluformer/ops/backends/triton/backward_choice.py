@@ -19,8 +19,8 @@ from reluformer.ops.backends.triton.problem import Problem
 # `benchmarks/backward.py`; other widths were not measured), and may take this much memory.
 _SIGNS_MIN_LENGTH, _SIGNS_MAX_WIDTH = 1024, 128
 _SIGN_BYTES = 256 << 20
-# Memory for score gradients of some heads, and of a single head that needs more.
-_GRADIENT_BYTES, _LONG_GRADIENT_BYTES = 256 << 20, 512 << 20
+# Memory for score gradients.
+_GRADIENT_BYTES = 512 << 20
 
 
 class Choice(NamedTuple):
@@ -83,9 +83,8 @@ def _gradient_heads(problem: Problem) -> int:
     limit = tuning.current().gradient_bytes
     each = gradient_bytes(problem)
     if limit is None:
-        if not launch_backward.stored_gradients_are_faster(problem):
-            return 0
-        limit = max(_GRADIENT_BYTES, min(each * problem.group, _LONG_GRADIENT_BYTES))
+        is_faster = launch_backward.stored_gradients_are_faster(problem)
+        limit = _GRADIENT_BYTES if is_faster else 0
     heads = min(limit // each, problem.q.shape[0] * problem.q.shape[1])
     return heads if heads >= problem.group else 0
 

@@ -92,21 +92,29 @@ def gradient_heads(call: Problem, level: int = 0, limit: int | None = None) -> i
     return choice.gradient_heads
 
 
-def test_backward_stores_score_gradients_in_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_stores_score_gradients_in_limited_memory() -> None:
     call = problem(128, 4096, power=4, threshold=torch.empty(8))
     # A head of 4096 queries and keys takes 32 MiB.
     assert gradient_heads(call, limit=100 << 20) == 3
     assert gradient_heads(call, limit=1 << 40) == 32, "all heads"
     assert gradient_heads(call, limit=31 << 20) == gradient_heads(call, limit=0) == 0
     assert gradient_heads(call, level=2, limit=1 << 40) == 0, "the portable kernels run"
-    monkeypatch.setattr(launch_backward, "stored_gradients_are_faster", lambda problem: True)
-    assert gradient_heads(call) == 8, "256 MiB"
+    assert gradient_heads(call) == 16, "512 MiB"
     shared = call._replace(k=call.k[:, :1], v=call.v[:, :1])
-    assert gradient_heads(shared) == 8
+    assert gradient_heads(shared, limit=256 << 20) == 8
     assert gradient_heads(shared, limit=255 << 20) == 0, "heads that share keys do not fit"
-    long = problem(128, 16_384, batch=1, heads=2, power=4)
-    assert gradient_heads(long) == 1, "one head of 512 MiB"
-    assert gradient_heads(problem(128, 16_640, batch=1, heads=2, power=4)) == 0
+
+
+def test_score_gradients_are_stored_where_that_is_faster() -> None:
+    assert gradient_heads(problem(128, 1024, power=2)) > 0
+    for slower in (
+        problem(128, 4096),
+        problem(128, 4096, power=4, causal=True),
+        problem(128, 512, power=4),
+        problem(128, 8192, power=4),
+        problem(64, 4096, power=4),
+    ):
+        assert gradient_heads(slower) == 0
 
 
 def test_entropy_gradients_and_float16_run_on_the_portable_kernels() -> None:
@@ -167,8 +175,9 @@ def test_three_consumers_for_long_powers_at_width_64() -> None:
         return int(launched.options["CONFIG"].CONSUMERS.value)
 
     assert consumers(problem(64, 4096, power=4), 1) == 3
-    assert consumers(problem(64, 2048, power=2, causal=True)) == 3
-    assert consumers(problem(64, 4096)) == consumers(problem(64, 1024, power=4)) == 2
+    assert consumers(problem(64, 16_384, power=2, causal=True)) == 3
+    assert consumers(problem(64, 4096, power=2, causal=True)) == 2
+    assert consumers(problem(64, 4096)) == consumers(problem(64, 2048, power=4)) == 2
     assert consumers(problem(64, 4096, power=4), forced=2) == 2
     assert consumers(problem(64, 300), forced=3) == 3
     # Not supported: other widths and entropies.

@@ -30,9 +30,9 @@ from reluformer.ops.backends.triton.run_packed import (
 _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
 
-# Number of queries from which on three consumers are the default of powers above 1. Tiles of 192
-# rows leave more rows of a short sequence empty.
-_THREE_FROM = 2048
+# Number of queries from which on three consumers were measured to be faster, for powers above 1
+# (`benchmarks/kernel_choices.py`). Tiles of 192 rows leave more rows of a short sequence empty.
+_THREE_FROM, _CAUSAL_THREE_FROM = 4096, 16384
 
 
 class ForwardTile(NamedTuple):
@@ -236,7 +236,8 @@ def _tile(problem: Problem, statistics: int) -> ForwardTile:
     if (width, 3) not in TILES or statistics > 1:
         return TILES[width, 2]
     settings = problem.settings
-    default = 3 if settings.power > 1 and settings.max_q >= _THREE_FROM else 2
+    shortest = _CAUSAL_THREE_FROM if settings.causal else _THREE_FROM
+    default = 3 if settings.power > 1 and settings.max_q >= shortest else 2
     return TILES[width, tuning.current().consumers or default]
 
 
