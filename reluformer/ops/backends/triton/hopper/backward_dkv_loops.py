@@ -158,6 +158,7 @@ def query_loop(
         if CONFIG.ROW_TERMS:
             terms += CONFIG.COLS
         if CONFIG.GRADIENTS:
+            # Before the wait for dV, so that the stores leave beside it.
             store_gradients(ds, blocks, key_tile.key < key_tile.end)
             blocks += PAIRS
         end_block(ring.stage)
@@ -195,6 +196,7 @@ def query_loop_separate(
         grad = add_row_terms(dp, row_terms, CONFIG)
         ds = score_gradients(grad, relu_pow_minus_1, CONFIG.POWER)
         if CONFIG.GRADIENTS:
+            # These are of the previous query tile, and `blocks` is the place of this one.
             store_gradients(ds, block, key_tile.key < key_tile.end)
             block = blocks
             blocks += PAIRS

@@ -34,8 +34,8 @@ _SIDE = int(SIDE.value)
 # Number of queries and keys from which on the kernels were measured to be faster.
 _FROM = 256
 # Numbers of queries and keys for which stored score gradients were measured to be faster
-# (`benchmarks/kernel_choices.py`). Causal calls and those of width 64 gain nothing. Power 1 gains at
-# most 5 % over signs, which take a sixteenth of the memory.
+# (`benchmarks/kernel_choices.py`). Causal calls and those of width 64 gain nothing. Power 1 gains
+# at most 5 % over signs, which take a sixteenth of the memory.
 _STORED_FROM, _STORED_TO = 1024, 4096
 
 
