@@ -110,7 +110,7 @@ def sentence_cell(
         parts.append("unit")
     if temperature != 1.0:
         parts.append(f"t{temperature:g}")
-    if rate is not None and rate != _usual_rate(budget):
+    if rate is not None and rate != usual_rate(budget):
         settings["train.lr"] = rate
         parts.append(f"lr{rate:g}")
     labels = {
@@ -119,7 +119,7 @@ def sentence_cell(
         "slots": slots,
         "values": "unit" if unit_values else "alike",
         "temperature": temperature,
-        "rate": _usual_rate(budget) if rate is None else rate,
+        "rate": usual_rate(budget) if rate is None else rate,
         "seed": seed,
     }
     return Cell(
@@ -209,7 +209,7 @@ def tuned_cells(plan: Plan, attention: str, seeds: tuple[int, ...]) -> list[Cell
     return list({cell.name: cell for cell in cells}.values())
 
 
-def _usual_rate(budget: Budget) -> float:
+def usual_rate(budget: Budget) -> float:
     """The rate of the budget's recipe."""
     return float(budget.sentence.settings.get("train.lr", 2e-3))
 
