@@ -28,6 +28,8 @@ PORTABLE: tuple[Version, Version] = ((3, 6), (3, 9))
 """First and last version that the portable kernels are tested with."""
 HOPPER: tuple[Version, ...] = ((3, 6), (3, 9))
 """Versions with which today's Hopper kernels have run on a GPU; no emulator shows every race."""
+_HOPPER_RECENT: tuple[Version, ...] = ((3, 6),)
+"""The same for stored score gradients and three consumers."""
 _DIRECT: tuple[Version, ...] = ((3, 6), (3, 9))
 
 
@@ -41,6 +43,12 @@ def installed() -> Version:
 def runs_hopper() -> bool:
     """Whether the Hopper kernels may be used with the installed version."""
     return installed() in HOPPER
+
+
+@cache
+def runs_recent_hopper() -> bool:
+    """Whether stored score gradients and three consumers may be the default."""
+    return installed() in _HOPPER_RECENT
 
 
 @cache

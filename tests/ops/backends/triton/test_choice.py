@@ -5,7 +5,14 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from reluformer.ops.backends.triton import backward_choice, launch, plan, run_backward, tuning
+from reluformer.ops.backends.triton import (
+    backward_choice,
+    launch,
+    plan,
+    run_backward,
+    tuning,
+    versions,
+)
 from reluformer.ops.backends.triton.hopper import launch_backward, launch_forward
 from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from tests.ops.backends.triton.problems import with_changes
@@ -15,6 +22,7 @@ from tests.ops.backends.triton.problems import with_changes
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch_forward, launch_backward):
         monkeypatch.setattr(module, "is_supported_gpu", lambda tensor: True)
+    monkeypatch.setattr(versions, "runs_recent_hopper", lambda: True)
 
 
 def problem(width: int, n: int, *, batch: int = 4, heads: int = 8, **changes: Any) -> Problem:
@@ -168,12 +176,24 @@ def test_override_forces_or_forbids_hopper() -> None:
         assert not launch_forward.should_use(problem(64, 4096), 0, out)
 
 
-def test_three_consumers_for_long_powers_at_width_64() -> None:
-    def consumers(call: Problem, statistics: int = 0, forced: Literal[2, 3] | None = None) -> int:
-        with tuning.override(tma=True, consumers=forced):
-            launched = launch_forward.forward_launch(call, statistics, torch.empty_like(call.q))
-        return int(launched.options["CONFIG"].CONSUMERS.value)
+def test_untested_versions_use_neither_stored_gradients_nor_three_consumers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "runs_recent_hopper", lambda: False)
+    call = problem(128, 4096, power=4)
+    assert gradient_heads(call) == 0 and gradient_heads(call, limit=1 << 40) > 0
+    assert consumers(problem(64, 4096, power=4)) == 2
+    assert consumers(problem(64, 4096, power=4), forced=3) == 3
 
+
+def consumers(call: Problem, statistics: int = 0, forced: Literal[2, 3] | None = None) -> int:
+    """Groups of warps that compute in the forward kernel."""
+    with tuning.override(tma=True, consumers=forced):
+        launched = launch_forward.forward_launch(call, statistics, torch.empty_like(call.q))
+    return int(launched.options["CONFIG"].CONSUMERS.value)
+
+
+def test_three_consumers_for_long_powers_at_width_64() -> None:
     assert consumers(problem(64, 4096, power=4), 1) == 3
     assert consumers(problem(64, 16_384, power=2, causal=True)) == 3
     assert consumers(problem(64, 4096, power=2, causal=True)) == 2

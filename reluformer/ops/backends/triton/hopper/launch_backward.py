@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from reluformer.ops.backends.triton import tuning
+from reluformer.ops.backends.triton import tuning, versions
 from reluformer.ops.backends.triton.hopper.arguments import (
     BackwardConfig,
     BackwardPointers,
@@ -121,6 +121,8 @@ def stored_gradients_are_faster(problem: Problem) -> bool:
     settings = problem.settings
     shortest, longest = sorted((settings.max_q, settings.max_k))
     if settings.power == 1 or settings.causal or problem.q.shape[-1] != 128:
+        return False
+    if not versions.runs_recent_hopper():
         return False
     return shortest >= _STORED_FROM and longest <= _STORED_TO
 

@@ -237,8 +237,8 @@ def _tile(problem: Problem, statistics: int) -> ForwardTile:
         return TILES[width, 2]
     settings = problem.settings
     shortest = _CAUSAL_THREE_FROM if settings.causal else _THREE_FROM
-    default = 3 if settings.power > 1 and settings.max_q >= shortest else 2
-    return TILES[width, tuning.current().consumers or default]
+    is_faster = settings.power > 1 and settings.max_q >= shortest and versions.runs_recent_hopper()
+    return TILES[width, tuning.current().consumers or (3 if is_faster else 2)]
 
 
 def _items(problem: Problem, tile: ForwardTile) -> int:
