@@ -222,6 +222,7 @@ WAIT_DK = (
     "        if CONFIG.ROW_TERMS:\n"
     "            terms += CONFIG.COLS\n"
     "        if CONFIG.GRADIENTS:\n"
+    "            # Before the wait for dV, so that the stores leave beside it.\n"
     "            store_gradients(ds, blocks, key_tile.key < key_tile.end)\n"
     "            blocks += PAIRS\n"
     "        end_block(ring.stage)\n"
