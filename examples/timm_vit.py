@@ -3,7 +3,7 @@
 Trains a small ViT to name shapes in generated images, once with softmax and once with the
 recommended attention, and prints the validation loss and accuracy of both.
 
-    pip install "reluformer[timm]"
+    pip install ".[timm]"   # in a clone of the repository
     python examples/timm_vit.py
 """
 
