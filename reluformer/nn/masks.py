@@ -1,8 +1,8 @@
 """Masks of torch.nn as visibility and score bias.
 
 In torch.nn a mask of booleans marks hidden keys with True, and a mask of floats is added to the
-scores, with -inf for hidden keys. Fused kernels take causality and key lengths, and no bias. Masks
-that express nothing else are therefore recognised by their contents.
+scores, with -inf or the smallest finite number for hidden keys. Fused kernels take causality and
+key lengths, and no bias. Masks that express nothing else are recognised by their contents.
 """
 
 from typing import NamedTuple
@@ -133,9 +133,15 @@ def from_sdpa(attn_mask: Tensor | None, is_causal: bool, sizes: MaskSizes) -> To
 
 def visible_keys(key_padding_mask: Tensor) -> Tensor:
     """Bool [B, Tk]: True where a padding mask of torch hides nothing."""
-    if key_padding_mask.dtype == torch.bool:
-        return ~key_padding_mask
-    return key_padding_mask != -torch.inf
+    return ~_hidden(key_padding_mask)
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    """Bool: True where a mask of torch hides a key.
+
+    Masks of floats often have the smallest finite number in place of -inf.
+    """
+    return mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 def _checked(attn_mask: Tensor, sizes: MaskSizes) -> Tensor:
@@ -160,9 +166,7 @@ def _check_dtype(name: str, mask: Tensor) -> None:
 def _split(mask: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None, _Contents]:
     """Visible keys, bias and contents of a mask; `table` is a view of it that broadcasts."""
     contents = _contents(mask, table)
-    if mask.dtype == torch.bool:
-        return ~table, None, contents
-    hidden = table == -torch.inf
+    hidden = _hidden(table)
     return ~hidden, table.masked_fill(hidden, 0.0) if contents.has_bias else None, contents
 
 
@@ -194,7 +198,7 @@ def _remembered(mask: Tensor, table: Tensor) -> _Contents:
 def _read(table: Tensor) -> _Contents:
     """Contents of a mask [..., rows, keys], read at once."""
     rows, keys = table.shape[-2:]
-    visible = ~table if table.dtype == torch.bool else table != -torch.inf
+    visible = ~_hidden(table)
     key = torch.arange(keys, device=table.device)
     is_prefix = (visible == (key < visible.sum(dim=-1, keepdim=True))).all()
     square = rows == keys and rows > 1 and table.shape[:2] == (1, 1)

@@ -21,8 +21,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     - In training, the backward pass adds the gradient of the row loss, see `AttentionCore`.
     - A row that sees no key gives zeros (before the output projection).
     - Returned weights are those before dropout. Their rows need not sum to 1.
-    - Finite values of a float mask are added to the scores, for every attention; -inf hides a key.
-      With such values the attention runs on the reference backend.
+    - Finite values of a float mask are added to the scores, for every attention; with such
+      values the attention runs on the reference backend. -inf and the smallest finite number hide
+      a key.
     - Nested tensors are refused, and torch's fast path, which computes softmax, is never taken.
 
     Args:

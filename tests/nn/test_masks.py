@@ -5,7 +5,7 @@ import torch
 
 from reluformer.errors import UserError
 from reluformer.nn import masks
-from reluformer.nn.masks import MaskSizes, from_sdpa, from_torch
+from reluformer.nn.masks import MaskSizes, TorchMask, from_sdpa, from_torch
 
 SIZES = MaskSizes(2, 3, 4, 4)
 CAUSAL = torch.ones(4, 4, dtype=torch.bool).triu(1)
@@ -47,6 +47,17 @@ def test_a_bias_keeps_its_values_and_hides_infinities() -> None:
     padding[:, 1] = 0.5
     both = from_torch(table, padding, False, SIZES)
     torch.testing.assert_close(both.bias[1, 0], table.masked_fill(CAUSAL, 0.0) + padding[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_smallest_number_hides_a_key_as_minus_infinity_does(dtype: torch.dtype) -> None:
+    sizes = MaskSizes(1, 1, 4, 4)
+    future = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    mask = torch.zeros(4, 4, dtype=dtype).masked_fill(future, torch.finfo(dtype).min)
+    assert from_torch(mask, None, False, sizes) == TorchMask(None, True, None, None)
+    large = torch.zeros(4, 4, dtype=dtype).masked_fill(future, -1e9)
+    found = from_torch(large, None, False, sizes)
+    assert found.bias is not None and not found.causal, "any other number is a bias"
 
 
 def test_masks_of_sdpa() -> None:
