@@ -110,6 +110,11 @@ def layer_attentions(model: nn.Module) -> list[LayerAttention]:
     return [module for module in model.modules() if isinstance(module, LayerAttention)]
 
 
+def submodels(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The transformers models inside a module, the module itself first; each has a config."""
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules that call transformers' attention interface."""
     for name, module in model.named_modules():

@@ -17,7 +17,7 @@ from transformers.models.auto import configuration_auto
 
 from reluformer.hf.attention_function import attend_module
 from reluformer.hf.configuration import ReLUFormerConfig
-from reluformer.hf.layers import LayerAttention, prepare
+from reluformer.hf.layers import OPTIONS_FIELD, LayerAttention, prepare, submodels
 from reluformer.hf.masks import attention_mask
 from reluformer.hf.models import ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration
 from reluformer.hf.translation_pipeline import register_translation
@@ -80,13 +80,33 @@ def _wrap_models() -> None:
     def set_implementation_with_options(
         self: PreTrainedModel, *arguments: Any, **options: Any
     ) -> None:
+        for part in submodels(self):
+            # transformers skips configurations with this mark, and forgets to remove some marks.
+            vars(part.config).pop("_attn_was_changed", None)
         set_implementation(self, *arguments, **options)
+        _set_copied_configurations(self)
         prepare(self)
 
     post_init_with_options.is_wrapped_by_reluformer = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init_with_options
     PreTrainedModel._initialize_weights = initialize_with_options
     PreTrainedModel.set_attn_implementation = set_implementation_with_options
+
+
+def _set_copied_configurations(model: PreTrainedModel) -> None:
+    """Give submodels whose configuration is a copy of their parent's the parent's attention.
+
+    `set_attn_implementation` does not visit them: the encoder and the decoder of T5. Attentions of
+    transformers are left to transformers.
+    """
+    for parent in submodels(model):
+        kind = parent.config._attn_implementation
+        for part in submodels(parent):
+            config = part.config
+            is_copy = config is not parent.config and type(config) is type(parent.config)
+            if is_copy and {kind, config._attn_implementation} & ATTENTIONS.keys():
+                config._attn_implementation_internal = kind
+                setattr(config, OPTIONS_FIELD, getattr(parent.config, OPTIONS_FIELD, None))
 
 
 def _wrap_configurations() -> None:
