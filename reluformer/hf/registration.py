@@ -17,7 +17,14 @@ from transformers.models.auto import configuration_auto
 
 from reluformer.hf.attention_function import attend_module
 from reluformer.hf.configuration import ReLUFormerConfig
-from reluformer.hf.layers import OPTIONS_FIELD, LayerAttention, prepare, submodels
+from reluformer.hf.layers import (
+    OPTIONS_FIELD,
+    LayerAttention,
+    check_request,
+    ignored_error,
+    prepare,
+    submodels,
+)
 from reluformer.hf.masks import attention_mask
 from reluformer.hf.models import ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration
 from reluformer.hf.translation_pipeline import register_translation
@@ -78,12 +85,13 @@ def _wrap_models() -> None:
 
     @functools.wraps(set_implementation)
     def set_implementation_with_options(
-        self: PreTrainedModel, *arguments: Any, **options: Any
+        self: PreTrainedModel, attn_implementation: Any, *arguments: Any, **options: Any
     ) -> None:
+        check_request(self, attn_implementation)
         for part in submodels(self):
             # transformers skips configurations with this mark, and forgets to remove some marks.
             vars(part.config).pop("_attn_was_changed", None)
-        set_implementation(self, *arguments, **options)
+        set_implementation(self, attn_implementation, *arguments, **options)
         _set_copied_configurations(self)
         prepare(self)
 
@@ -91,6 +99,27 @@ def _wrap_models() -> None:
     PreTrainedModel.post_init = post_init_with_options
     PreTrainedModel._initialize_weights = initialize_with_options
     PreTrainedModel.set_attn_implementation = set_implementation_with_options
+    for name in ("_from_config", "from_pretrained"):
+        setattr(PreTrainedModel, name, _refusing(getattr(PreTrainedModel, name).__func__))
+
+
+def _refusing(constructor: Any) -> Any:
+    """Wrap a class method that creates a model.
+
+    Some models look up the class of their attention, by the name of the attention, in a table of
+    their own, before `prepare` can refuse them: Falcon, GPT-J, GPT-Neo.
+    """
+
+    @functools.wraps(constructor)
+    def construct(cls: type[PreTrainedModel], *arguments: Any, **options: Any) -> Any:
+        try:
+            return constructor(cls, *arguments, **options)
+        except KeyError as error:
+            if error.args and error.args[0] in ATTENTIONS:
+                raise ignored_error(cls, error.args[0]) from error
+            raise
+
+    return classmethod(construct)
 
 
 def _set_copied_configurations(model: PreTrainedModel) -> None:
