@@ -10,7 +10,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import configuration_auto
@@ -27,11 +26,13 @@ from reluformer.hf.layers import (
 )
 from reluformer.hf.masks import attention_mask
 from reluformer.hf.models import ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration
+from reluformer.hf.saved_configuration import (
+    PREFIX,
+    refusing_lost_attentions,
+    wrap_configurations,
+)
 from reluformer.hf.translation_pipeline import register_translation
 from reluformer.ops.family.table import ATTENTIONS
-
-PREFIX = "reluformer_"
-"""Saved models have this prefix in their `model_type`: without this package none can be loaded."""
 
 
 def register() -> tuple[str, ...]:
@@ -50,7 +51,8 @@ def register() -> tuple[str, ...]:
         AttentionMaskInterface.register(name, attention_mask)
     if not getattr(PreTrainedModel.post_init, "is_wrapped_by_reluformer", False):
         _wrap_models()
-        _wrap_configurations()
+        wrap_configurations()
+        PreTrainedModel.save_pretrained = refusing_lost_attentions(PreTrainedModel.save_pretrained)
         _register_model_types()
         _register_own_models()
         register_translation()
@@ -136,32 +138,6 @@ def _set_copied_configurations(model: PreTrainedModel) -> None:
             if is_copy and {kind, config._attn_implementation} & ATTENTIONS.keys():
                 config._attn_implementation_internal = kind
                 setattr(config, OPTIONS_FIELD, getattr(parent.config, OPTIONS_FIELD, None))
-
-
-def _wrap_configurations() -> None:
-    """Let saved configurations name the attention and have a `model_type` of their own.
-
-    transformers does not save `attn_implementation`, so a loaded model would run softmax. It does
-    read the field, and refuses a name that is not registered.
-    """
-    for name in ("to_dict", "to_diff_dict"):
-        setattr(PreTrainedConfig, name, _with_attention(getattr(PreTrainedConfig, name)))
-
-
-def _with_attention(method: Any) -> Any:
-    """Wrap a method that returns a configuration as a dictionary."""
-
-    @functools.wraps(method)
-    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
-        fields: dict[str, Any] = method(self)
-        attention = self._attn_implementation
-        model_type = str(fields.get("model_type", ""))
-        if attention in ATTENTIONS and model_type and not model_type.startswith("reluformer"):
-            fields["model_type"] = PREFIX + model_type
-            fields["attn_implementation"] = attention
-        return fields
-
-    return to_dict
 
 
 def _register_model_types() -> None:
