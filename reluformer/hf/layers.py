@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from reluformer.errors import UserError
 from reluformer.nn.core import RECOMMENDED, AttentionCore
+from reluformer.nn.replace import LOOKS_LIKE_ATTENTION
 from reluformer.ops.family.table import ATTENTIONS, lookup
 
 ATTRIBUTE = "reluformer"
@@ -110,6 +111,11 @@ def layer_attentions(model: nn.Module) -> list[LayerAttention]:
     return [module for module in model.modules() if isinstance(module, LayerAttention)]
 
 
+def submodels(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The transformers models inside a module, the module itself first; each has a config."""
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules that call transformers' attention interface."""
     for name, module in model.named_modules():
@@ -128,6 +134,20 @@ def _calls_interface(kind: type[nn.Module]) -> bool:
         return False
 
 
+def ignored_error(model: type[nn.Module], kind: str) -> UserError:
+    """The error of a class of models whose attention cannot be replaced."""
+    return UserError(
+        f"attn_implementation={kind!r} is not possible for {model.__name__}: it does not use "
+        "transformers' attention interface, so its attention cannot be replaced"
+    )
+
+
+def ignores_interface(model: nn.Module) -> bool:
+    """Whether a model has attentions, and none of them calls transformers' attention interface."""
+    kinds = (type(module).__name__ for module in model.modules())
+    return any(map(LOOKS_LIKE_ATTENTION.search, kinds)) and not any(attention_modules(model))
+
+
 def prepare(model: nn.Module) -> nn.Module:
     """Give each attention module of a transformers model the attention that its config names.
 
@@ -141,8 +161,13 @@ def prepare(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        UserError: If an option is not allowed, or the number of heads cannot be determined.
+        UserError: If an option is not allowed, the number of heads cannot be determined, or the
+            model would compute its own attention.
     """
+    for part in submodels(model):
+        kind = part.config._attn_implementation
+        if kind in ATTENTIONS and ignores_interface(part):
+            raise ignored_error(type(part), kind)
     for name, module in attention_modules(model):
         config = module.config
         assert isinstance(config, PreTrainedConfig)
@@ -156,6 +181,30 @@ def prepare(model: nn.Module) -> nn.Module:
         if kind in ATTENTIONS:
             _create(name, module, kind, options).attach(module)
     return model
+
+
+def check_request(model: PreTrainedModel, request: str | Mapping[str, str] | None) -> None:
+    """Refuse to set our attention in models and submodels that would ignore it.
+
+    Args:
+        model: The model.
+        request: Argument of `set_attn_implementation`: the name of an attention, or one for each
+            part of the configuration.
+
+    Raises:
+        UserError: If the model or a part does not call transformers' attention interface.
+    """
+    config = model.config
+    for part in submodels(model):
+        kind = request
+        if isinstance(request, Mapping):
+            parts = (k for k in config.sub_configs if getattr(config, k, None) is part.config)
+            kind = request.get(next(parts, ""))
+        if kind not in ATTENTIONS:
+            continue
+        has_none = part is model and not any(attention_modules(model))
+        if has_none or ignores_interface(part):
+            raise ignored_error(type(part), str(kind))
 
 
 def replace_attention_modules(
@@ -176,9 +225,7 @@ def replace_attention_modules(
             can be replaced.
     """
     lookup(kind)
-    if not any(True for _ in attention_modules(model)):
-        name = type(model).__name__
-        raise UserError(f"model must call transformers' attention interface, and {name} does not")
+    check_request(model, kind)
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             setattr(config, OPTIONS_FIELD, dict(options or {}))

@@ -10,21 +10,29 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import configuration_auto
 
 from reluformer.hf.attention_function import attend_module
 from reluformer.hf.configuration import ReLUFormerConfig
-from reluformer.hf.layers import LayerAttention, prepare
+from reluformer.hf.layers import (
+    OPTIONS_FIELD,
+    LayerAttention,
+    check_request,
+    ignored_error,
+    prepare,
+    submodels,
+)
 from reluformer.hf.masks import attention_mask
 from reluformer.hf.models import ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration
+from reluformer.hf.saved_configuration import (
+    PREFIX,
+    refusing_lost_attentions,
+    wrap_configurations,
+)
 from reluformer.hf.translation_pipeline import register_translation
 from reluformer.ops.family.table import ATTENTIONS
-
-PREFIX = "reluformer_"
-"""Saved models have this prefix in their `model_type`: without this package none can be loaded."""
 
 
 def register() -> tuple[str, ...]:
@@ -43,7 +51,8 @@ def register() -> tuple[str, ...]:
         AttentionMaskInterface.register(name, attention_mask)
     if not getattr(PreTrainedModel.post_init, "is_wrapped_by_reluformer", False):
         _wrap_models()
-        _wrap_configurations()
+        wrap_configurations()
+        PreTrainedModel.save_pretrained = refusing_lost_attentions(PreTrainedModel.save_pretrained)
         _register_model_types()
         _register_own_models()
         register_translation()
@@ -78,41 +87,57 @@ def _wrap_models() -> None:
 
     @functools.wraps(set_implementation)
     def set_implementation_with_options(
-        self: PreTrainedModel, *arguments: Any, **options: Any
+        self: PreTrainedModel, attn_implementation: Any, *arguments: Any, **options: Any
     ) -> None:
-        set_implementation(self, *arguments, **options)
+        check_request(self, attn_implementation)
+        for part in submodels(self):
+            # transformers skips configurations with this mark, and forgets to remove some marks.
+            vars(part.config).pop("_attn_was_changed", None)
+        set_implementation(self, attn_implementation, *arguments, **options)
+        _set_copied_configurations(self)
         prepare(self)
 
     post_init_with_options.is_wrapped_by_reluformer = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init_with_options
     PreTrainedModel._initialize_weights = initialize_with_options
     PreTrainedModel.set_attn_implementation = set_implementation_with_options
+    for name in ("_from_config", "from_pretrained"):
+        setattr(PreTrainedModel, name, _refusing(getattr(PreTrainedModel, name).__func__))
 
 
-def _wrap_configurations() -> None:
-    """Let saved configurations name the attention and have a `model_type` of their own.
+def _refusing(constructor: Any) -> Any:
+    """Wrap a class method that creates a model.
 
-    transformers does not save `attn_implementation`, so a loaded model would run softmax. It does
-    read the field, and refuses a name that is not registered.
+    Some models look up the class of their attention, by the name of the attention, in a table of
+    their own, before `prepare` can refuse them: Falcon, GPT-J, GPT-Neo.
     """
-    for name in ("to_dict", "to_diff_dict"):
-        setattr(PreTrainedConfig, name, _with_attention(getattr(PreTrainedConfig, name)))
+
+    @functools.wraps(constructor)
+    def construct(cls: type[PreTrainedModel], *arguments: Any, **options: Any) -> Any:
+        try:
+            return constructor(cls, *arguments, **options)
+        except KeyError as error:
+            if error.args and error.args[0] in ATTENTIONS:
+                raise ignored_error(cls, error.args[0]) from error
+            raise
+
+    return classmethod(construct)
 
 
-def _with_attention(method: Any) -> Any:
-    """Wrap a method that returns a configuration as a dictionary."""
+def _set_copied_configurations(model: PreTrainedModel) -> None:
+    """Give submodels whose configuration is a copy of their parent's the parent's attention.
 
-    @functools.wraps(method)
-    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
-        fields: dict[str, Any] = method(self)
-        attention = self._attn_implementation
-        model_type = str(fields.get("model_type", ""))
-        if attention in ATTENTIONS and model_type and not model_type.startswith("reluformer"):
-            fields["model_type"] = PREFIX + model_type
-            fields["attn_implementation"] = attention
-        return fields
-
-    return to_dict
+    `set_attn_implementation` does not visit them: the encoder and the decoder of T5. Attentions of
+    transformers are left to transformers.
+    """
+    for parent in submodels(model):
+        kind = parent.config._attn_implementation
+        for part in submodels(parent):
+            config = part.config
+            is_copy = config is not parent.config and type(config) is type(parent.config)
+            if is_copy and {kind, config._attn_implementation} & ATTENTIONS.keys():
+                config._attn_implementation_internal = kind
+                setattr(config, OPTIONS_FIELD, getattr(parent.config, OPTIONS_FIELD, None))
 
 
 def _register_model_types() -> None:

@@ -14,7 +14,8 @@ from reluformer.nn.multihead import MultiheadAttention
 from reluformer.nn.sdpa import RedirectedAttention, redirect, why_not_redirected
 from reluformer.nn.transformer import convert_attentions
 
-_LOOKS_LIKE_ATTENTION = re.compile(r"Att(n|ention)\w*$", re.IGNORECASE)
+LOOKS_LIKE_ATTENTION = re.compile(r"Att(n|ention)\w*$", re.IGNORECASE)
+"""Names of classes that are attentions, or contain one."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _replace(module: nn.Module, attention: str, options: Mapping[str, Any]) -> s
         return None
     if isinstance(module, nn.MultiheadAttention):
         return f"{type(module).__name__} is a subclass of MultiheadAttention"
-    if isinstance(module, AttentionCore) or not _LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+    if isinstance(module, AttentionCore) or not LOOKS_LIKE_ATTENTION.search(type(module).__name__):
         return ""
     reason = why_not_redirected(module)
     if reason is not None:

@@ -193,3 +193,30 @@ def test_copies_have_their_own_gates() -> None:
     assert torch.equal(copied(ids).logits, model(ids).logits)
     torch.nn.init.constant_(layer_attentions(copied)[0].gate_projection.bias, -9.0)
     assert not torch.allclose(copied(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_the_attention_of_both_stacks_can_be_changed_and_saved(name: str, tmp_path: Path) -> None:
+    model, arguments = build(name, "sdpa"), inputs(name)
+    model.config.attention_options = {"gamma": 0.5}
+    model.set_attn_implementation("relu")
+    expected = model(**arguments).logits
+    assert [layer.fixed_options for layer in layer_attentions(model)] == [{"gamma": 0.5}] * 6
+    torch.testing.assert_close(expected, build(name, "relu", gamma=0.5)(**arguments).logits)
+    model.save_pretrained(tmp_path / "relu")
+    loaded = FAMILIES[name].auto.from_pretrained(tmp_path / "relu").eval()
+    torch.testing.assert_close(loaded(**arguments).logits, expected)
+    model.set_attn_implementation("eager")
+    expected = build(name, "eager")(**arguments).logits
+    assert not layer_attentions(model)
+    torch.testing.assert_close(model(**arguments).logits, expected)
+    model.save_pretrained(tmp_path / "eager")
+    loaded = FAMILIES[name].auto.from_pretrained(tmp_path / "eager").eval()
+    assert not layer_attentions(loaded)
+    torch.testing.assert_close(loaded(**arguments).logits, expected)
+
+
+def test_the_drop_in_function_replaces_both_stacks_of_t5() -> None:
+    model = build("t5", "sdpa")
+    report = replace_attention(model, "relu")
+    assert len(report.changed) == len(layer_attentions(model)) == 6 and not report.unchanged
