@@ -12,7 +12,7 @@ from reluformer.errors import UserError
 from reluformer.nn.core import RECOMMENDED, AttentionCore
 from reluformer.nn.multihead import MultiheadAttention
 from reluformer.nn.sdpa import RedirectedAttention, redirect, why_not_redirected
-from reluformer.nn.transformer import convert_attentions
+from reluformer.nn.transformer import avoid_fast_path
 
 _LOOKS_LIKE_ATTENTION = re.compile(r"Att(n|ention)\w*$", re.IGNORECASE)
 
@@ -45,7 +45,9 @@ def replace_attention(
     Replaced are `torch.nn.MultiheadAttention` (also in torch's transformer layers, whose fast path
     is switched off), the attentions of transformers, and modules that call
     `scaled_dot_product_attention` once, such as those of timm. Learned options of the new attention
-    are new parameters: create the optimizer afterwards.
+    are new parameters: create the optimizer afterwards. A `torch.nn.MultiheadAttention` inside a
+    model of transformers stays, because the configuration that is saved with the model cannot name
+    another attention for it.
 
     Args:
         model: Any module.
@@ -74,11 +76,10 @@ def replace_attention(
         reason = _replace(module, attention, options)
         if reason is None:
             changed[name] = kind
-            inside.append(_join(name, ""))
         elif reason:
             unchanged[name] = reason
-    # Encoders of torch have a fast path of their own.
-    convert_attentions(model, None)
+        # Encoders of torch have a fast path of their own.
+        avoid_fast_path(module)
     if not changed:
         reasons = "; ".join(f"{name or 'it'}: {reason}" for name, reason in unchanged.items())
         raise UserError(
@@ -122,7 +123,13 @@ def _replace_in_transformers(
     # `reluformer.hf` imports this package and an optional one.
     hf = import_module("reluformer.hf")
     report = hf.replace_attention_modules(model, attention, options)
-    return dict(report.changed), dict(report.unchanged)
+    kept = {
+        name: f"{type(module).__name__} of torch in a model of transformers, which a saved folder "
+        "would load with softmax"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return dict(report.changed), {**dict(report.unchanged), **kept}
 
 
 def _join(prefix: str, name: str) -> str:

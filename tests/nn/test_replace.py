@@ -5,6 +5,7 @@ import inspect
 import io
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +278,35 @@ def test_models_of_transformers_are_replaced_by_their_interface() -> None:
     }
     assert not report.unchanged
     assert not torch.allclose(network["lm"](ids).logits, before, atol=1e-4)
+
+
+def test_an_attention_of_torch_in_a_model_of_transformers_stays_and_is_reported(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 16, "patch_size": 8}
+    config = transformers.SiglipVisionConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    network = transformers.SiglipVisionModel(config).eval()
+    report = replace_attention(network, "relu")
+    assert report.changed == {"encoder.layers.0.self_attn": "SiglipAttention"}
+    assert report.unchanged == {
+        "head.attention": "MultiheadAttention of torch in a model of transformers, which a saved "
+        "folder would load with softmax"
+    }
+    assert type(network.head.attention) is nn.MultiheadAttention
+    network.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    pixels = torch.randn(1, 3, 16, 16)
+    torch.testing.assert_close(loaded(pixels).pooler_output, network(pixels).pooler_output)
+
+
+def test_attentions_of_torch_inside_replaced_modules_are_replaced() -> None:
+    class PooledAttention(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = nn.MultiheadAttention(12, 2)
+
+    network = PooledAttention()
+    report = replace_attention(network, "relu")
+    assert set(report.changed) == {"", "pool"}
+    assert network.pool.core.row.name == "relu"
