@@ -310,3 +310,34 @@ def test_attentions_of_torch_inside_replaced_modules_are_replaced() -> None:
     report = replace_attention(network, "relu")
     assert set(report.changed) == {"", "pool"}
     assert network.pool.core.row.name == "relu"
+
+
+def test_a_refused_replacement_leaves_the_model_as_it_was() -> None:
+    layers = [nn.TransformerEncoderLayer(16, 4, 16), nn.MultiheadAttention(15, 5), SelfAttention()]
+    for network, attention, message in (
+        (nn.ModuleList(layers), "differential", "needs an even width D, got 3"),
+        (nn.ModuleList(layers), "gated", "needs a gate, which SelfAttention does"),
+        (nn.ModuleList([nn.TransformerEncoderLayer(16, 4), MyLayer(16, 4)]), "reul", "unknown"),
+    ):
+        before = [type(module) for module in network.modules()]
+        with pytest.raises(UserError, match=message):
+            replace_attention(network, attention)
+        assert [type(module) for module in network.modules()] == before
+
+
+@pytest.mark.parametrize("present", ["sdpa", "relu"])
+def test_a_refused_replacement_leaves_models_of_transformers_as_they_were(present: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("reluformer.hf")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 20}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    llama = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=present)
+    network = nn.ModuleDict({"lm": llama, "own": SelfAttention()})
+    ids = torch.randint(20, (2, 6))
+    before = llama(ids).logits
+    with pytest.raises(UserError, match="relu attention has no option 'foo'"):
+        replace_attention(network, "relu", foo=3)
+    assert type(network["own"]) is SelfAttention
+    assert llama.config._attn_implementation == present
+    assert getattr(llama.config, "attention_options", None) is None
+    assert_same(llama(ids).logits, before)
