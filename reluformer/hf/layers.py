@@ -224,8 +224,7 @@ def replace_attention_modules(
         UserError: If the attention or an option is not allowed, or the model has no attention that
             can be replaced.
     """
-    lookup(kind)
-    check_request(model, kind)
+    check_replacement(model, kind, options)
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
             setattr(config, OPTIONS_FIELD, dict(options or {}))
@@ -239,8 +238,30 @@ def replace_attention_modules(
     return Replacement(changed, unchanged)
 
 
+def check_replacement(
+    model: PreTrainedModel, kind: str = RECOMMENDED, options: Mapping[str, Any] | None = None
+) -> None:
+    """Raise the errors of `replace_attention_modules`, and leave the model as it is."""
+    lookup(kind)
+    check_request(model, kind)
+    for name, module in attention_modules(model):
+        heads, width, value_dim = _head_sizes(name, module, kind)
+        AttentionCore(heads, width, kind, options, value_dim=value_dim)
+
+
 def _create(name: str, module: nn.Module, kind: str, options: dict[str, Any]) -> LayerAttention:
     """The attention of one module, on the device and in the dtype of its weights."""
+    heads, width, value_dim = _head_sizes(name, module, kind)
+    hidden = getattr(module.config, "hidden_size", None)
+    layer = LayerAttention(heads, width, kind, options, value_dim=value_dim, hidden=hidden)
+    like = next(module.parameters(), None)
+    if like is not None and like.is_floating_point() and like.device.type != "meta":
+        layer = layer.to(like.device, like.dtype)
+    return layer.train(module.training)
+
+
+def _head_sizes(name: str, module: nn.Module, kind: str) -> tuple[int, int, int | None]:
+    """Number of heads of a module, their width, and the width of values if it differs."""
     config = module.config
     heads = _size(module, _HEADS) or getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
@@ -251,12 +272,7 @@ def _create(name: str, module: nn.Module, kind: str, options: dict[str, Any]) ->
             f"{name or 'the model'} ({type(module).__name__}) has neither "
             f"{', '.join(_HEADS)} nor {', '.join(_WIDTHS)}"
         )
-    value_dim = _size(module, ("v_head_dim",))
-    layer = LayerAttention(heads, width, kind, options, value_dim=value_dim, hidden=hidden)
-    like = next(module.parameters(), None)
-    if like is not None and like.is_floating_point() and like.device.type != "meta":
-        layer = layer.to(like.device, like.dtype)
-    return layer.train(module.training)
+    return heads, width, _size(module, ("v_head_dim",))
 
 
 def _size(module: nn.Module, names: tuple[str, ...]) -> int | None:

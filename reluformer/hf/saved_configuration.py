@@ -77,7 +77,9 @@ def _check_saved(model: PreTrainedModel) -> None:
     """Refuse a part with a configuration of its own, such as the encoder of T5, that differs."""
     saved = {(type(c), c._attn_implementation) for c in _all_configurations(model.config)}
     for name, module in attention_modules(model):
-        kind, attention = type(module.config), module.config._attn_implementation
+        config = module.config
+        assert isinstance(config, PreTrainedConfig)
+        kind, attention = type(config), config._attn_implementation
         ours = attention if attention in ATTENTIONS else None
         # A configuration that the model makes for a part when it is created is of no saved class.
         others = {a for k, a in saved if k is kind} or {a for _, a in saved}

@@ -1,6 +1,6 @@
 """`torch.nn.MultiheadAttention` with an attention of the family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,16 +91,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             UserError: If the module belongs to another subclass, which may compute something else.
         """
-        if type(module) not in (nn.MultiheadAttention, cls):
-            raise UserError(
-                f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}"
-            )
-        # The core is built first, so that a mistake leaves the module as it was.
-        core = _core(module, attention, attention_options)
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module._use(core)
-        return module
+        return plan_conversion(module, attention, attention_options)()
 
     def set_attention(
         self, attention: str, attention_options: Mapping[str, Any] | None = None
@@ -255,6 +246,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not is_batched:
             return features[0]
         return features if self.batch_first else features.transpose(0, 1)
+
+
+def plan_conversion(
+    module: nn.MultiheadAttention, attention: str, options: Mapping[str, Any] | None
+) -> Callable[[], MultiheadAttention]:
+    """Find mistakes of `MultiheadAttention.from_torch`; the returned function converts."""
+    if type(module) not in (nn.MultiheadAttention, MultiheadAttention):
+        raise UserError(
+            f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}"
+        )
+    core = _core(module, attention, options)
+
+    def convert() -> MultiheadAttention:
+        module.__class__ = MultiheadAttention
+        assert isinstance(module, MultiheadAttention)
+        module._use(core)
+        return module
+
+    return convert
 
 
 def _core(

@@ -1,7 +1,7 @@
 """Another attention for every attention of an existing model."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -10,9 +10,9 @@ from torch import nn
 
 from reluformer.errors import UserError
 from reluformer.nn.core import RECOMMENDED, AttentionCore
-from reluformer.nn.multihead import MultiheadAttention
-from reluformer.nn.sdpa import RedirectedAttention, redirect, why_not_redirected
-from reluformer.nn.transformer import convert_attentions
+from reluformer.nn.multihead import MultiheadAttention, plan_conversion
+from reluformer.nn.sdpa import RedirectedAttention, plan_redirection, why_not_redirected
+from reluformer.nn.transformer import avoid_fast_path
 
 LOOKS_LIKE_ATTENTION = re.compile(r"Att(n|ention)\w*$", re.IGNORECASE)
 """Names of classes that are attentions, or contain one."""
@@ -46,7 +46,9 @@ def replace_attention(
     Replaced are `torch.nn.MultiheadAttention` (also in torch's transformer layers, whose fast path
     is switched off), the attentions of transformers, and modules that call
     `scaled_dot_product_attention` once, such as those of timm. Learned options of the new attention
-    are new parameters: create the optimizer afterwards.
+    are new parameters: create the optimizer afterwards. A `torch.nn.MultiheadAttention` inside a
+    model of transformers stays, because the configuration that is saved with the model cannot name
+    another attention for it.
 
     Args:
         model: Any module.
@@ -61,51 +63,69 @@ def replace_attention(
     """
     changed: dict[str, str] = {}
     unchanged: dict[str, str] = {}
-    inside: list[str] = []
-    for name, module in list(model.named_modules()):
-        if any(name.startswith(prefix) for prefix in inside):
-            continue
+    # Mistakes are found before the first change: an error leaves the model as it was.
+    steps: list[Callable[[], object]] = []
+    visited = list(_outside_transformers(model))
+    models = []
+    for name, module in visited:
         if _is_transformers_model(module):
-            done, left = _replace_in_transformers(module, attention, options)
-            changed |= {_join(name, path): kind for path, kind in done.items()}
-            unchanged |= {_join(name, path): why for path, why in left.items()}
-            inside.append(_join(name, ""))
+            _hf_layers().check_replacement(module, attention, options)
+            models.append((name, module))
             continue
-        kind = type(module).__name__
-        reason = _replace(module, attention, options)
-        if reason is None:
-            changed[name] = kind
-            inside.append(_join(name, ""))
-        elif reason:
-            unchanged[name] = reason
-    # Encoders of torch have a fast path of their own.
-    convert_attentions(model, None)
+        step = _plan(module, attention, options)
+        if isinstance(step, str):
+            unchanged[name] = step
+        elif step is not None:
+            changed[name] = type(module).__name__
+            steps.append(step)
+    for step in steps:
+        step()
+    for name, module in models:
+        done, left = _replace_in_transformers(module, attention, options)
+        changed |= {_join(name, path): kind for path, kind in done.items()}
+        unchanged |= {_join(name, path): why for path, why in left.items()}
     if not changed:
         reasons = "; ".join(f"{name or 'it'}: {reason}" for name, reason in unchanged.items())
         raise UserError(
             f"model has no attention that can be replaced, got {type(model).__name__}"
             + (f" ({reasons})" if reasons else "")
         )
+    for _, module in visited:
+        # Encoders of torch have a fast path of their own.
+        avoid_fast_path(module)
     return Replacement(attention, changed, unchanged)
 
 
-def _replace(module: nn.Module, attention: str, options: Mapping[str, Any]) -> str | None:
-    """Replace the attention of a module; otherwise the reason, empty for other modules."""
+def _outside_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules, without the modules inside models of transformers."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in inside):
+            continue
+        if _is_transformers_model(module):
+            inside.append(_join(name, ""))
+        yield name, module
+
+
+def _plan(
+    module: nn.Module, attention: str, options: Mapping[str, Any]
+) -> Callable[[], object] | str | None:
+    """The function that replaces the attention of a module, or the reason why there is none.
+
+    None for modules that do not look like an attention.
+    """
     if type(module) in (nn.MultiheadAttention, MultiheadAttention):
-        MultiheadAttention.from_torch(module, attention, options)  # type: ignore[arg-type]
-        return None
+        return plan_conversion(module, attention, options)  # type: ignore[arg-type]
     if isinstance(module, RedirectedAttention):
-        redirect(module, attention, options)
-        return None
+        return plan_redirection(module, attention, options)
     if isinstance(module, nn.MultiheadAttention):
         return f"{type(module).__name__} is a subclass of MultiheadAttention"
     if isinstance(module, AttentionCore) or not LOOKS_LIKE_ATTENTION.search(type(module).__name__):
-        return ""
+        return None
     reason = why_not_redirected(module)
     if reason is not None:
         return f"{type(module).__name__} is not known, and {reason}"
-    redirect(module, attention, options)
-    return None
+    return plan_redirection(module, attention, options)
 
 
 def _is_transformers_model(module: nn.Module) -> bool:
@@ -120,10 +140,21 @@ def _replace_in_transformers(
     model: nn.Module, attention: str, options: Mapping[str, Any]
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Replaced and remaining attentions of a model of transformers."""
-    # `reluformer.hf` imports this package and an optional one.
-    hf = import_module("reluformer.hf")
-    report = hf.replace_attention_modules(model, attention, options)
-    return dict(report.changed), dict(report.unchanged)
+    report = _hf_layers().replace_attention_modules(model, attention, options)
+    kept = {
+        name: f"{type(module).__name__} of torch in a model of transformers, which a saved folder "
+        "would load with softmax"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return dict(report.changed), {**dict(report.unchanged), **kept}
+
+
+def _hf_layers() -> Any:
+    """`reluformer.hf.layers`, which imports this package and an optional one."""
+    # The package registers the attentions with transformers.
+    import_module("reluformer.hf")
+    return import_module("reluformer.hf.layers")
 
 
 def _join(prefix: str, name: str) -> str:

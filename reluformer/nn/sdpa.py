@@ -47,28 +47,34 @@ class RedirectedAttention(nn.Module):
         return _rebuild, (self.original,), self.__dict__
 
 
-def redirect(
+def plan_redirection(
     module: nn.Module, attention: str = RECOMMENDED, options: Mapping[str, Any] | None = None
-) -> None:
-    """Give a module that calls `scaled_dot_product_attention` another attention, in place.
+) -> Callable[[], None]:
+    """Prepare another attention for a module that calls `scaled_dot_product_attention`.
 
     Args:
         module: Module with the attributes `num_heads` and `head_dim` or `scale`.
         attention: Name in `reluformer.ATTENTIONS`.
         options: Options of the attention and of `AttentionCore`.
 
+    Returns:
+        The function that replaces the attention, in place; until then the module stays as it is.
+
     Raises:
         UserError: If the attention of the module cannot be replaced.
     """
-    if not isinstance(module, RedirectedAttention):
-        reason = why_not_redirected(module)
-        if reason is not None:
-            raise UserError(f"{type(module).__name__} cannot be replaced: {reason}")
-    # The core is built first, so that a mistake leaves the module as it was.
+    is_redirected = isinstance(module, RedirectedAttention)
+    reason = None if is_redirected else why_not_redirected(module)
+    if reason is not None:
+        raise UserError(f"{type(module).__name__} cannot be replaced: {reason}")
     core = _core(module, attention, options)
-    if not isinstance(module, RedirectedAttention):
-        module.__class__ = redirected_class(type(module))
-    _install(module, core)
+
+    def redirect() -> None:
+        if not is_redirected:
+            module.__class__ = redirected_class(type(module))
+        _install(module, core)
+
+    return redirect
 
 
 def why_not_redirected(module: nn.Module) -> str | None:

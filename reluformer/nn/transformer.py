@@ -269,11 +269,17 @@ def convert_attentions(
         elif isinstance(module, MultiheadAttention) and attention is not None:
             module.set_attention(attention, options)
             converted.append(name)
-        elif type(module) is nn.TransformerEncoderLayer:
-            module.__class__ = TransformerEncoderLayer
-        elif isinstance(module, nn.TransformerEncoder):
-            # Subclasses keep their code, and their nested tensors would not be accepted.
-            module.use_nested_tensor = False
-            if type(module) is nn.TransformerEncoder:
-                module.__class__ = TransformerEncoder
+        else:
+            avoid_fast_path(module)
     return tuple(converted)
+
+
+def avoid_fast_path(module: nn.Module) -> None:
+    """Turn an encoder or encoder layer of torch into ours, in place; other modules stay."""
+    if type(module) is nn.TransformerEncoderLayer:
+        module.__class__ = TransformerEncoderLayer
+    elif isinstance(module, nn.TransformerEncoder):
+        # Subclasses keep their code, and their nested tensors would not be accepted.
+        module.use_nested_tensor = False
+        if type(module) is nn.TransformerEncoder:
+            module.__class__ = TransformerEncoder

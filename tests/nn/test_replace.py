@@ -5,6 +5,7 @@ import inspect
 import io
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +278,66 @@ def test_models_of_transformers_are_replaced_by_their_interface() -> None:
     }
     assert not report.unchanged
     assert not torch.allclose(network["lm"](ids).logits, before, atol=1e-4)
+
+
+def test_an_attention_of_torch_in_a_model_of_transformers_stays_and_is_reported(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 16, "patch_size": 8}
+    config = transformers.SiglipVisionConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    network = transformers.SiglipVisionModel(config).eval()
+    report = replace_attention(network, "relu")
+    assert report.changed == {"encoder.layers.0.self_attn": "SiglipAttention"}
+    assert report.unchanged == {
+        "head.attention": "MultiheadAttention of torch in a model of transformers, which a saved "
+        "folder would load with softmax"
+    }
+    assert type(network.head.attention) is nn.MultiheadAttention
+    network.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    pixels = torch.randn(1, 3, 16, 16)
+    torch.testing.assert_close(loaded(pixels).pooler_output, network(pixels).pooler_output)
+
+
+def test_attentions_of_torch_inside_replaced_modules_are_replaced() -> None:
+    class PooledAttention(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = nn.MultiheadAttention(12, 2)
+
+    network = PooledAttention()
+    report = replace_attention(network, "relu")
+    assert set(report.changed) == {"", "pool"}
+    assert network.pool.core.row.name == "relu"
+
+
+def test_a_refused_replacement_leaves_the_model_as_it_was() -> None:
+    layers = [nn.TransformerEncoderLayer(16, 4, 16), nn.MultiheadAttention(15, 5), SelfAttention()]
+    for network, attention, message in (
+        (nn.ModuleList(layers), "differential", "needs an even width D, got 3"),
+        (nn.ModuleList(layers), "gated", "needs a gate, which SelfAttention does"),
+        (nn.ModuleList([nn.TransformerEncoderLayer(16, 4), MyLayer(16, 4)]), "reul", "unknown"),
+    ):
+        before = [type(module) for module in network.modules()]
+        with pytest.raises(UserError, match=message):
+            replace_attention(network, attention)
+        assert [type(module) for module in network.modules()] == before
+
+
+@pytest.mark.parametrize("present", ["sdpa", "relu"])
+def test_a_refused_replacement_leaves_models_of_transformers_as_they_were(present: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("reluformer.hf")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 20}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    llama = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=present)
+    network = nn.ModuleDict({"lm": llama, "own": SelfAttention()})
+    ids = torch.randint(20, (2, 6))
+    before = llama(ids).logits
+    with pytest.raises(UserError, match="relu attention has no option 'foo'"):
+        replace_attention(network, "relu", foo=3)
+    assert type(network["own"]) is SelfAttention
+    assert llama.config._attn_implementation == present
+    assert getattr(llama.config, "attention_options", None) is None
+    assert_same(llama(ids).logits, before)
