@@ -11,7 +11,6 @@ from transformers.utils.output_capturing import _active_collector
 from reluformer.errors import UserError
 from reluformer.hf.layers import ATTRIBUTE, LayerAttention
 from reluformer.hf.masks import CompactMask, same_segment
-from reluformer.hf.statistics import record
 from reluformer.ops.visibility import Visibility
 
 _REFUSED = {"softcap": "scores without a soft cap", "s_aux": "an attention without sinks"}
@@ -86,9 +85,6 @@ def attend_module(
         query_mask=queries,
         need_weights=with_weights,
     )
-    # A compiled graph cannot append to a list.
-    if not torch.compiler.is_compiling() and layer.records is not None:
-        record(layer, query, key, visibility, scale, queries)
     if weights is not None and unused:
         weights = functional.pad(weights, (0, unused))
     return output.transpose(1, 2).contiguous(), weights

@@ -52,8 +52,6 @@ class LayerAttention(AttentionCore):
     ) -> None:
         super().__init__(heads, head_dim, attention, options, value_dim=value_dim)
         self.given_options = dict(options)
-        self.records: list[Any] | None = None
-        """Statistics of the calls, while `statistics.recording` collects them."""
         self.gate: Tensor | None = None
         self._hook: Any = None
         if self.needs_gate:

@@ -1,21 +1,20 @@
-"""Statistics of the weights of a transformers model in training."""
+"""Statistics of the weights of a model in training."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from reluformer.model.recording import recorded_stats, select_rows
 from reluformer.model.records import AttentionRecord
+from reluformer.nn.core import AttentionCore
 from reluformer.ops.api import attend
 from reluformer.ops.call import Call
 from reluformer.ops.stats import Stats, has_weight
 from reluformer.ops.visibility import Visibility
-
-if TYPE_CHECKING:
-    from reluformer.hf.layers import LayerAttention
 
 SAMPLED_ROWS = 64
 """Number of query rows of each sequence whose weights are computed."""
@@ -35,16 +34,16 @@ class AttentionSummary(NamedTuple):
 
 
 @contextmanager
-def recording(layers: "Iterable[LayerAttention]") -> Iterator[list[AttentionRecord]]:
+def recording(layers: Iterable[AttentionCore]) -> Iterator[list[AttentionRecord]]:
     """Context in which the calls of attentions append their statistics to the returned list."""
-    layers, records = list(layers), list[AttentionRecord]()
-    for layer in layers:
-        layer.records = records
+    records: list[AttentionRecord] = []
+    hook = partial(_record, records)
+    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
     try:
         yield records
     finally:
-        for layer in layers:
-            layer.records = None
+        for handle in handles:
+            handle.remove()
 
 
 def summarise(records: Iterable[AttentionRecord]) -> AttentionSummary | None:
@@ -62,37 +61,48 @@ def summarise(records: Iterable[AttentionRecord]) -> AttentionSummary | None:
     return AttentionSummary(*(float(torch.cat(column).mean()) for column in columns))
 
 
-@torch.no_grad()
-def record(
-    layer: "LayerAttention",
-    query: Tensor,
-    key: Tensor,
-    visibility: Visibility,
-    scale: float | None,
-    queries: Tensor | None,
+def _record(
+    records: list[AttentionRecord],
+    layer: AttentionCore,
+    tensors: tuple[Tensor, ...],
+    arguments: Mapping[str, Any],
+    output: Any,
 ) -> None:
-    """Append the statistics of a sample of rows to `layer.records`.
+    """Forward hook of an attention: append the statistics of a sample of its rows.
 
     Args:
+        records: Receives the statistics.
         layer: The attention.
-        query: [B, H, Tq, D].
-        key: [B, Hkv, Tk, D].
-        visibility: Visible keys.
-        scale: Factor on the scores; None is the attention's default.
-        queries: Bool [B, Tq], False for padding; None if all rows count.
+        tensors: Queries [B, H, Tq, D], keys [B, Hkv, Tk, D] and values.
+        arguments: Keyword arguments of the call.
+        output: Not used.
     """
-    assert layer.records is not None
+    # A compiled graph cannot append to a list.
+    if not torch.compiler.is_compiling():
+        stats, valid = _sampled_statistics(layer, tensors[0], tensors[1], arguments)
+        records.append(AttentionRecord("layer", len(records), stats, valid, None))
+
+
+@torch.no_grad()
+def _sampled_statistics(
+    layer: AttentionCore, query: Tensor, key: Tensor, arguments: Mapping[str, Any]
+) -> tuple[Stats, Tensor]:
+    """Statistics of a sample of rows, and which of them are not padding."""
+    names = ("mask", "causal", "key_lengths", "window")
+    visibility = Visibility(**{name: arguments[name] for name in names if name in arguments})
+    scale, bias = arguments.get("scale"), arguments.get("bias")
+    queries: Tensor | None = arguments.get("query_mask")
     count = query.shape[2]
     rows = torch.arange(0, count, -(-count // SAMPLED_ROWS), device=query.device)
     # Spread over the sequence, and the last row, which sees most keys.
     rows = count - 1 - rows
     scale = layer.row.default_scale(query.shape[-1]) if scale is None else scale
-    call = Call(query, key, key[..., :0], visibility, scale, return_stats=True)
-    names = ("gain", "gate")
-    options = {name: value for name, value in layer.options().items() if name not in names}
-    stats = recorded_stats(attend(layer.row, select_rows(call, rows), options, "reference"))
-    assert stats is not None
+    call = select_rows(Call(query, key, key[..., :0], visibility, scale, return_stats=True), rows)
+    if bias is not None:
+        call = call._replace(bias=bias[..., rows, :] if bias.shape[-2] > 1 else bias)
+    ignored = ("gain", "gate")
+    options = {name: value for name, value in layer.options().items() if name not in ignored}
+    stats = recorded_stats(attend(layer.row, call, options, "reference"))
+    assert isinstance(stats, Stats)
     valid = torch.ones((1, 1, 1), dtype=torch.bool, device=query.device)
-    if queries is not None:
-        valid = queries[:, None, rows]
-    layer.records.append(AttentionRecord("layer", len(layer.records), stats, valid, None))
+    return stats, valid if queries is None else queries[:, None, rows]

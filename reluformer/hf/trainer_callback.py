@@ -6,8 +6,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from reluformer.errors import UserError
-from reluformer.hf.layers import LayerAttention, layer_attentions
+from reluformer.hf.models import ReLUFormerPreTrainedModel
 from reluformer.hf.statistics import AttentionSummary, recording, summarise
+from reluformer.nn.core import AttentionCore
 
 
 class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -18,6 +19,9 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
     each attention (`reluformer.nn.core.AttentionCore`), so the logged loss does not contain them.
     The callback divides them by the number of gradient accumulation steps, as the trainer divides
     its own loss.
+
+    The attentions may be those of `reluformer.hf` and of `reluformer.nn`, also in models that are
+    not of transformers. A `ReLUFormer` has neither: `reluformer train` adds these losses to it.
 
     Each log gets `row_sum`, `entropy`, `zeros` and `dead_rows`, means over a sample of rows of the
     step before; models that are compiled as a whole log none of them.
@@ -36,19 +40,16 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
                 raise UserError(f"{name} must be a number of at least 0, got {weight!r}")
         self.row_loss, self.entropy_loss, self.log = row_loss, entropy_loss, log
         self.summary: AttentionSummary | None = None
-        self._layers: list[LayerAttention] = []
+        self._layers: list[AttentionCore] = []
         self._recording: Any = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Set the weights of the losses."""
-        self._layers = layer_attentions(model)
+        self._layers = [module for module in model.modules() if isinstance(module, AttentionCore)]
         if not self._layers:
-            raise UserError(
-                "ReLUAttentionCallback needs a model with an attention of reluformer, and "
-                f"{type(model).__name__} has none"
-            )
+            raise UserError(_why_unserved(model))
         for layer in self._layers:
             if not layer.row.regularisable and (self.row_loss or self.entropy_loss):
                 raise UserError(
@@ -90,3 +91,18 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
         logs.update(self.summary._asdict())
         if state.log_history:
             state.log_history[-1].update(self.summary._asdict())
+
+
+def _why_unserved(model: nn.Module) -> str:
+    """The message for a model without attentions that the callback knows."""
+    name = type(model).__name__
+    if isinstance(model, ReLUFormerPreTrainedModel):
+        return (
+            f"ReLUAttentionCallback does not serve {name}; call "
+            "reluformer.model.losses.attention_losses on the records of its `model`, "
+            "or train it with `reluformer train`"
+        )
+    return (
+        "ReLUAttentionCallback needs a model with an attention of reluformer.hf or "
+        f"reluformer.nn, and {name} has none"
+    )

@@ -5,17 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from reluformer.errors import UserError  # noqa: E402  # after the checks for the packages
-from reluformer.hf import ReLUAttentionCallback, replace_attention_modules  # noqa: E402
+from reluformer import ModelConfig, ReLUFormerLM  # noqa: E402  # after the checks for the packages
+from reluformer.errors import UserError  # noqa: E402
+from reluformer.hf import (  # noqa: E402
+    ReLUAttentionCallback,
+    ReLUFormerForCausalLM,
+    replace_attention_modules,
+)
 from reluformer.hf.layers import layer_attentions  # noqa: E402
 from reluformer.hf.statistics import recording, summarise  # noqa: E402
 from reluformer.model.records import AttentionRecord  # noqa: E402
+from reluformer.nn import MultiheadAttention, TransformerEncoderLayer  # noqa: E402
 from reluformer.ops.stats import summarise as weight_statistics  # noqa: E402
-from tests.hf.families import build, tokens  # noqa: E402
+from tests.hf.families import VOCABULARY, build, tokens  # noqa: E402
 
 
 def train(model: Any, callback: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -46,7 +53,49 @@ def test_statistics_are_logged(tmp_path: Path) -> None:
     for row in rows:
         assert row["row_sum"] > 0 and row["entropy"] > 0
         assert 0 <= row["zeros"] < 1 and 0 <= row["dead_rows"] < 1
-    assert all(layer.records is None for layer in layer_attentions(model))
+    assert not any(layer._forward_hooks for layer in layer_attentions(model))
+
+
+class LanguageModel(nn.Module):
+    """A model that is not of transformers, with a layer of `reluformer.nn`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layer = TransformerEncoderLayer(16, 2, 16, batch_first=True)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.layer(self.embedding(input_ids)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_models_with_layers_of_this_package_are_served(tmp_path: Path) -> None:
+    model = LanguageModel()
+    callback = ReLUAttentionCallback(row_loss=0.1, entropy_loss=0.2)
+    rows = train(model, callback, tmp_path, gradient_accumulation_steps=2)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["row_sum"] > 0 and row["entropy"] > 0 and 0 <= row["zeros"] < 1
+    core = model.layer.self_attn.core
+    assert (core.row_loss, core.entropy_loss, core.row_loss_scale) == (0.1, 0.2, 0.5)
+    assert not core._forward_hooks
+
+
+def test_statistics_contain_the_bias_of_a_float_mask() -> None:
+    layer = MultiheadAttention(16, 2, batch_first=True, attention="softmax")
+    x, bias = torch.randn(2, 6, 16), 20.0 * torch.eye(6)
+    with recording([layer.core]) as records:
+        layer(x, x, x, attn_mask=bias)
+    summary = summarise(records)
+    assert summary is not None and summary.entropy < 0.01
+
+
+def test_our_own_models_are_refused_with_what_to_use(tmp_path: Path) -> None:
+    config = ModelConfig(vocabulary=VOCABULARY, width=16, heads=2, decoder_layers=1, slots=16)
+    model = ReLUFormerForCausalLM.from_model(ReLUFormerLM(config))
+    with pytest.raises(UserError, match="not serve ReLUFormerForCausalLM; call .*attention_losses"):
+        train(model, ReLUAttentionCallback(), tmp_path)
 
 
 def test_rows_whose_sum_underflows_are_dead() -> None:
