@@ -81,17 +81,16 @@ class _DevLoss(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
         total = count = 0.0
         batches = torch.utils.data.DataLoader(self.dev, batch_size=8)
         autocast = torch.autocast(self.device, torch.bfloat16)
-        layers = layer_attentions(model)
-        with torch.compiler.set_stance("force_eager"), autocast, recording(layers) as records:
+        layers, records = layer_attentions(model), []
+        with torch.compiler.set_stance("force_eager"), autocast:
             for number, batch in enumerate(batches):
                 ids = batch["input_ids"].to(self.device)
-                logits = model(input_ids=ids).logits[:, :-1].float()
+                # One batch is enough for the statistics.
+                with recording(layers if number == 0 else ()) as recorded:
+                    logits = model(input_ids=ids).logits[:, :-1].float()
+                records += recorded
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
                 total, count = total + float(loss) * len(ids), count + len(ids)
-                if number == 0:
-                    # One batch is enough for the statistics.
-                    for layer in layers:
-                        layer.records = None
         summary = summarise(records)
         point = {"step": step, "dev_loss": total / count}
         self.points.append(point if summary is None else {**point, **summary._asdict()})
