@@ -3,8 +3,8 @@
     python -m benchmarks.kernel_choices --out choices.json
     python -m benchmarks.kernel_choices --quick --out choices.json
 
-A choice is an override of `triton/tuning.py`: how many groups of warps compute in the forward
-kernel, and whether the backward kernels store score gradients. Calls go through the public
+A choice is an override of `triton/tuning.py`: the tile of the forward kernel, and whether the
+backward kernels store score gradients. Calls go through the public
 function, forward, and forward and backward. The choices and softmax run in interleaved rounds, and
 ratios are medians over the rounds. `apart` is the largest difference of a result from that of the
 first choice, relative to its norm. Processes compile all kernels first. `--quick` runs on a CPU,
@@ -34,9 +34,10 @@ from reluformer.ops.backends.triton import tuning
 
 SOFTMAX = "cuDNN"
 CHOICES: dict[str, dict[str, Any]] = {
-    "two, recomputed": {"consumers": 2, "gradient_bytes": 0},
-    "three, recomputed": {"consumers": 3, "gradient_bytes": 0},
-    "two, stored": {"consumers": 2, "gradient_bytes": 512 << 20},
+    "two, recomputed": {"forward_tile": "two", "gradient_bytes": 0},
+    "late, recomputed": {"forward_tile": "late", "gradient_bytes": 0},
+    "three, recomputed": {"forward_tile": "three", "gradient_bytes": 0},
+    "two, stored": {"forward_tile": "two", "gradient_bytes": 512 << 20},
 }
 RULES: dict[str, dict[str, Any]] = {
     "power 4": {"power": 4, "threshold": -4.0, "row_normalise": 1e-4},
@@ -127,6 +128,7 @@ def measure(case: Case, choices: Sequence[str], rounds: int, device: str) -> lis
     return rows
 
 
+@torch.no_grad()
 def difference(results: list[Tensor], others: list[Tensor]) -> float:
     """Largest difference of a tensor from another, relative to the norm of the other."""
     return max(

@@ -169,8 +169,9 @@ class Override(NamedTuple):
     computing them twice; 0 for nowhere."""
     hopper: bool | None
     """Whether the Hopper kernels run wherever they can (True) or never (False)."""
-    consumers: Literal[2, 3] | None
-    """Warp groups that compute in the Hopper forward kernel where both numbers are supported."""
+    forward_tile: str | None
+    """Name of the tile of the Hopper forward kernel (`hopper/launch_forward.py`), where the width
+    and the statistics of a call allow it."""
 
 
 _override = Override((), None, None, None, None, None)
@@ -240,13 +241,13 @@ def override(
     sign_bytes: int | None = None,
     gradient_bytes: int | None = None,
     hopper: bool | None = None,
-    consumers: Literal[2, 3] | None = None,
+    forward_tile: str | None = None,
 ) -> Iterator[None]:
     """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
     _override = Override(
-        tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, consumers
+        tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, forward_tile
     )
     try:
         yield

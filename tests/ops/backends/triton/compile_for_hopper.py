@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -126,11 +126,16 @@ def main() -> None:
     for power, row_normalise in ((2, 0.0), (4, 1e-4), (8, 1e-4)):
         normalised = ", row-normalised" * (row_normalise > 0)
         COMPILER.label = f"three consumers, causal False, power {power}{normalised}"
-        hopper_full_power(power, row_normalise)
+        hopper_full_power("three", 64, power, row_normalise)
     COMPILER.label = "three consumers, causal True, as in models"
-    hopper_forward(64, 1e-4, consumers=3)
+    hopper_forward(64, 1e-4, tile="three")
     COMPILER.label = "three consumers, packed"
-    hopper_forward(64, 0.0, packed=True, consumers=3)
+    hopper_forward(64, 0.0, packed=True, tile="three")
+    for width in (64, 128):
+        COMPILER.label = f"late, width {width}, power 4, row-normalised"
+        hopper_full_power("late", width, 4, 1e-4)
+    COMPILER.label = "late, width 128, causal True, as in models"
+    hopper_forward(128, 1e-4, tile="late")
     COMPILER.label = "width 128, sampled entropies"
     hopper_forward(128, 0.0, entropy_every=8)
     COMPILER.label = "width 64, packed"
@@ -185,10 +190,10 @@ def hopper_backward(
         run_backward.backward(call, gradients(call), power > 1)
 
 
-def hopper_full_power(power: int, row_normalise: float) -> None:
-    """A full call of width 64 with thresholds and three consumers, whose keys are whole tiles."""
-    call = problem(64, {"threshold": torch.empty(2)}, power=power, row_normalise=row_normalise)
-    with tuning.override(tma=True, hopper=True, consumers=3):
+def hopper_full_power(tile: str, width: int, power: int, row_normalise: float) -> None:
+    """A full call with thresholds, whose keys are whole tiles."""
+    call = problem(width, {"threshold": torch.empty(2)}, power=power, row_normalise=row_normalise)
+    with tuning.override(tma=True, hopper=True, forward_tile=tile):
         run_forward.forward(call, int(call.is_row_normalised))
 
 
@@ -197,7 +202,7 @@ def hopper_forward(
     row_normalise: float,
     entropy_every: int = 0,
     packed: bool = False,
-    consumers: Literal[2, 3] = 2,
+    tile: str = "two",
 ) -> None:
     """A causal call with row sums: a call of the models if rows are normalised, else plain."""
     optional: dict[str, Tensor] = {}
@@ -211,7 +216,7 @@ def hopper_forward(
     if packed:
         ends = torch.zeros(3, dtype=torch.int32)
         optional = {"cu_q": ends, "cu_k": ends}
-    with tuning.override(tma=True, hopper=True, consumers=consumers):
+    with tuning.override(tma=True, hopper=True, forward_tile=tile):
         run_forward.forward(problem(width, optional, **settings), 2 if entropy_every else 1)
 
 

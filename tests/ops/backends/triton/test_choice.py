@@ -1,6 +1,6 @@
 """Which calls run on the Hopper kernels; a Hopper GPU is pretended."""
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -182,27 +182,35 @@ def test_untested_versions_use_neither_stored_gradients_nor_three_consumers(
     monkeypatch.setattr(versions, "runs_recent_hopper", lambda: False)
     call = problem(128, 4096, power=4)
     assert gradient_heads(call) == 0 and gradient_heads(call, limit=1 << 40) > 0
-    assert consumers(problem(64, 4096, power=4)) == 2
-    assert consumers(problem(64, 4096, power=4), forced=3) == 3
+    assert tile(problem(64, 4096, power=4)) == "two"
+    assert tile(problem(64, 4096, power=4), forced="three") == "three"
 
 
-def consumers(call: Problem, statistics: int = 0, forced: Literal[2, 3] | None = None) -> int:
-    """Groups of warps that compute in the forward kernel."""
-    with tuning.override(tma=True, consumers=forced):
+def tile(call: Problem, statistics: int = 0, forced: str | None = None) -> str:
+    """Name of the tile that the forward kernel is launched with."""
+    with tuning.override(tma=True, forward_tile=forced):
         launched = launch_forward.forward_launch(call, statistics, torch.empty_like(call.q))
-    return int(launched.options["CONFIG"].CONSUMERS.value)
+    config = launched.options["CONFIG"]
+    sizes = (config.CONSUMERS, config.ROWS, config.KEYS, config.CONVERT_LATE)
+    launched_tile = tuple(each.value for each in sizes)
+    for (width, name), each in launch_forward.TILES.items():
+        same = (each.consumers, each.rows, each.keys, each.converts_late) == launched_tile
+        if same and width == call.q.shape[-1]:
+            return name
+    raise AssertionError(f"no tile has {launched_tile}")
 
 
 def test_three_consumers_for_long_powers_at_width_64() -> None:
-    assert consumers(problem(64, 4096, power=4), 1) == 3
-    assert consumers(problem(64, 16_384, power=2, causal=True)) == 3
-    assert consumers(problem(64, 4096, power=2, causal=True)) == 2
-    assert consumers(problem(64, 4096)) == consumers(problem(64, 2048, power=4)) == 2
-    assert consumers(problem(64, 4096, power=4), forced=2) == 2
-    assert consumers(problem(64, 300), forced=3) == 3
+    assert tile(problem(64, 4096, power=4), 1) == "three"
+    assert tile(problem(64, 16_384, power=2, causal=True)) == "three"
+    assert tile(problem(64, 4096, power=2, causal=True)) == "two"
+    assert tile(problem(64, 4096)) == tile(problem(64, 2048, power=4)) == "two"
+    assert tile(problem(64, 4096, power=4), forced="two") == "two"
+    assert tile(problem(64, 300), forced="three") == "three"
+    assert tile(problem(128, 4096, power=4), forced="late") == "late"
     # Not supported: other widths and entropies.
-    assert consumers(problem(128, 4096, power=4), forced=3) == 2
-    assert consumers(problem(64, 4096, power=4, entropy_every=8), 2, forced=3) == 2
+    assert tile(problem(128, 4096, power=4), forced="three") == "two"
+    assert tile(problem(64, 4096, power=4, entropy_every=8), 2, forced="three") == "two"
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,13 @@ class ForwardTile(NamedTuple):
 WIDTHS = (64, 128)
 """Head widths that the kernel has tiles for."""
 TILES = {
-    (64, 2): ForwardTile(2, 128, 64, 4, q_in_registers=False),
-    (64, 3): ForwardTile(3, 64, 128, 4, q_in_registers=False, converts_late=True),
-    (128, 2): ForwardTile(2, 64, 64, 4, q_in_registers=True),
+    (64, "two"): ForwardTile(2, 128, 64, 4, q_in_registers=False),
+    (64, "late"): ForwardTile(2, 128, 64, 4, q_in_registers=False, converts_late=True),
+    (64, "three"): ForwardTile(3, 64, 128, 4, q_in_registers=False, converts_late=True),
+    (128, "two"): ForwardTile(2, 64, 64, 4, q_in_registers=True),
+    (128, "late"): ForwardTile(2, 64, 128, 2, q_in_registers=True, converts_late=True),
 }
-"""Tile by head width and number of consumers. `benchmarks/tiles.py` does not search these."""
+"""Tiles by head width and name. "late" is a candidate that `benchmarks/kernel_choices.py` times."""
 
 
 class HopperLaunch(Launch):
@@ -231,14 +233,15 @@ def _is_faster(problem: Problem, statistics: int) -> bool:
 
 def _tile(problem: Problem, statistics: int) -> ForwardTile:
     """The tile of a call: that of `tuning.override`, if it supports the call, or the default."""
-    width = problem.q.shape[-1]
-    # Blocks of sampled entropies are whole tiles of two consumers.
-    if (width, 3) not in TILES or statistics > 1:
-        return TILES[width, 2]
-    settings = problem.settings
+    width, settings = problem.q.shape[-1], problem.settings
+    if statistics > 1:
+        # Blocks of sampled entropies are whole tiles of two consumers.
+        return TILES[width, "two"]
     shortest = _CAUSAL_THREE_FROM if settings.causal else _THREE_FROM
     is_faster = settings.power > 1 and settings.max_q >= shortest and versions.runs_recent_hopper()
-    return TILES[width, tuning.current().consumers or (3 if is_faster else 2)]
+    default = "three" if is_faster and (width, "three") in TILES else "two"
+    requested = TILES.get((width, tuning.current().forward_tile or default))
+    return requested or TILES[width, default]
 
 
 def _items(problem: Problem, tile: ForwardTile) -> int:

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from reluformer import relu_attention
 from reluformer.ops import signature, stats
 from reluformer.ops.backends.triton import launch, op, run_packed, tuning
+from reluformer.ops.backends.triton.hopper import launch_forward
 from reluformer.ops.backends.triton.hopper.arguments import ForwardConfig, ForwardPointers, Scalars
 from reluformer.ops.backends.triton.hopper.launch_forward import ForwardTile, HopperLaunch
 from reluformer.ops.call import Call, Packing
@@ -31,7 +32,9 @@ TWO = ForwardTile(2, 32, 16, 2, q_in_registers=False)
 # Tiles of 48 rows: they divide neither the blocks of rows nor the lengths of most tests.
 THREE = ForwardTile(3, 16, 32, 2, q_in_registers=False, converts_late=True)
 TWO_TILES = (TWO, TWO._replace(q_in_registers=True))
-by_consumers = pytest.mark.parametrize("tiles", [TWO_TILES, (THREE,)], ids=["two", "three"])
+# Two consumers that convert late, with and without queries in registers.
+LATE = (TWO._replace(converts_late=True), ForwardTile(2, 16, 32, 2, True, converts_late=True))
+by_consumers = pytest.mark.parametrize("tiles", [TWO_TILES, (*LATE, THREE)], ids=["two", "late"])
 
 
 def config(tile: ForwardTile, **options: Any) -> ForwardConfig:
@@ -275,7 +278,7 @@ def test_emulator_finds_mistake(
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-by_tile = pytest.mark.parametrize(("width", "consumers"), [(64, 2), (64, 3), (128, 2)])
+by_tile = pytest.mark.parametrize(("width", "tile"), launch_forward.TILES)
 MODEL = {"power": 8, "threshold": (-8.0, -4.0), "row_normalise": 1e-4, "statistics": 1}
 CASES = [
     Case("full", statistics=1),
@@ -297,7 +300,7 @@ LENGTHS = ((1, 1), (64, 64), (130, 65), (257, 129), (70, 700), (700, 130), (1024
 @on_gpu
 @by_tile
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_on_gpu_matches_reference(case: Case, width: int, consumers: Literal[2, 3]) -> None:
+def test_kernel_on_gpu_matches_reference(case: Case, width: int, tile: str) -> None:
     launch.LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and case.gamma:
@@ -309,7 +312,7 @@ def test_kernel_on_gpu_matches_reference(case: Case, width: int, consumers: Lite
         )
         for transposed in (True, False):
             given = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(hopper=True, consumers=consumers):
+            with tuning.override(hopper=True, forward_tile=tile):
                 check_gradients(op.attend, given, 9e-3, 18e-3)
     assert any(isinstance(each, HopperLaunch) for each in launch.LAUNCHES.values())
 
@@ -320,7 +323,7 @@ def test_kernel_on_gpu_matches_reference(case: Case, width: int, consumers: Lite
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("power", [1, 4])
 def test_many_tiles_per_program_match_portable_kernel(
-    width: int, consumers: Literal[2, 3], causal: bool, power: int
+    width: int, tile: str, causal: bool, power: int
 ) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(16, 1111, 16, width, device="cuda").bfloat16() for _ in range(3))
@@ -328,7 +331,7 @@ def test_many_tiles_per_program_match_portable_kernel(
     launch.LAUNCHES.clear()
     results = []
     for hopper in (None, None, False):
-        with tuning.override(hopper=hopper, consumers=consumers):
+        with tuning.override(hopper=hopper, forward_tile=tile):
             made = relu_attention(*(each.transpose(1, 2) for each in (q, k, v)), **options)
             results.append((made.output, made.sums.row_sum))
     # The default choice of the kernel at this size.
@@ -346,7 +349,7 @@ def test_many_tiles_per_program_match_portable_kernel(
 @by_tile
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_on_gpu_match_reference(
-    width: int, consumers: Literal[2, 3], causal: bool, options: dict[str, Any]
+    width: int, tile: str, causal: bool, options: dict[str, Any]
 ) -> None:
     """Empty sequences, more queries than keys, partial tiles, and rows of no sequence."""
     torch.manual_seed(0)
@@ -356,7 +359,7 @@ def test_packed_sequences_on_gpu_match_reference(
     k, v = (torch.randn(int(ends[1][-1]) + 40, 2, width).bfloat16() for _ in range(2))
     k[-40:] = v[-40:] = float("nan")
     launch.LAUNCHES.clear()
-    with tuning.override(hopper=True, consumers=consumers):
+    with tuning.override(hopper=True, forward_tile=tile):
         call = Call(
             *(each.cuda() for each in (q, k, v)), Visibility(causal=causal), width**-0.5,
             return_sums="row_sum",
