@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -31,7 +32,7 @@ class RedirectedAttention(nn.Module):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Forward pass of the original class with the attention of `core`."""
-        redirection = _Redirection(self.core)
+        redirection = _Redirection(self.core, self.original.__name__)
         # `with ... as` hides the attributes of the context from torch.compile.
         with redirection:
             output = super().forward(*arguments, **keywords)
@@ -121,9 +122,11 @@ def attention_layer(
 class _Redirection(TorchFunctionMode):
     """Context in which calls of torch's attention go to a core, and are counted."""
 
-    def __init__(self, core: AttentionCore) -> None:
+    def __init__(self, core: AttentionCore, owner: str) -> None:
         super().__init__()
         self.core, self.calls = core, 0
+        self.owner = owner
+        """Name of the class whose attention was replaced, for messages."""
 
     def __torch_function__(
         self,
@@ -135,6 +138,9 @@ class _Redirection(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             self.calls += 1
             return self.attend(*args, **(kwargs or {}))
+        if func is Tensor.unflatten:
+            # torch.compile cannot trace the method of Python, which calls super().
+            func = torch.unflatten
         return func(*args, **(kwargs or {}))
 
     def attend(
@@ -149,14 +155,42 @@ class _Redirection(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """`scaled_dot_product_attention` with the attention of the core."""
-        sizes = MaskSizes(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
-        masks = from_sdpa(attn_mask, is_causal, sizes)
+        heads = self.core.heads
+        if query.dim() < 4 or query.shape[1] != heads:
+            raise self._error(
+                f"queries [batch, {heads} heads, ..., rows, width]", f"shape {tuple(query.shape)}"
+            )
         # Cosines have a scale of their own.
         scale = None if self.core.row.cosine else scale
-        output: Tensor = self.core(
-            query, key, value, **masks._asdict(), dropout_p=dropout_p, scale=scale
-        )[0]
+        if query.dim() > 4:
+            if attn_mask is not None:
+                raise self._error("no mask beside queries of more than 4 dimensions", "a mask")
+            return self._attend_in_windows(query, key, value, is_causal, dropout_p, scale)
+        sizes = MaskSizes(query.shape[0], heads, query.shape[-2], key.shape[-2])
+        masks = from_sdpa(attn_mask, is_causal, sizes)._asdict()
+        output: Tensor = self.core(query, key, value, **masks, dropout_p=dropout_p, scale=scale)[0]
         return output
+
+    def _attend_in_windows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        dropout_p: float,
+        scale: float | None,
+    ) -> Tensor:
+        """Attend from queries [B, H, windows, T, D] to the keys of the same window."""
+        query, key, value = (each.transpose(1, -3) for each in (query, key, value))
+        flat = (each.flatten(0, -4) for each in (query, key, value))
+        output: Tensor = self.core(*flat, causal=is_causal, dropout_p=dropout_p, scale=scale)[0]
+        return output.view(*query.shape[:-1], -1).transpose(1, -3)
+
+    def _error(self, need: str, got: str) -> UserError:
+        return UserError(
+            f"{self.owner}.forward must call scaled_dot_product_attention with {need} to have its "
+            f"attention replaced, got {got}"
+        )
 
 
 def _install(module: Any, core: AttentionCore) -> None:

@@ -28,9 +28,20 @@ class SelfAttention(nn.Module):
         self.qkv, self.proj = nn.Linear(12, 36), nn.Linear(12, 12)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 6).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
         out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
         return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class WindowAttention(SelfAttention):
+    """Each of four windows attends to itself."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (3, 2, 6)).unflatten(1, (4, -1)).permute(3, 0, 4, 1, 2, 5)
+        )
+        out = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+        return self.proj(out.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2))
 
 
 class OtherAttention(nn.Module):
@@ -143,6 +154,36 @@ def test_own_modules_that_call_sdpa() -> None:
     assert module.core.threshold_offset.grad.abs().sum() > 0
     changed = torch.cat([x[:, :3], torch.randn(2, 2, 12)], dim=1)
     torch.testing.assert_close(module(changed, causal=True)[:, :3], outputs[1][:, :3])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_join_the_batch(causal: bool) -> None:
+    windows, whole = WindowAttention(), SelfAttention()
+    whole.load_state_dict(windows.state_dict())
+    x = torch.randn(2, 12, 12)
+    expected = windows(x, causal=causal)
+    replace_attention(windows, "softmax")
+    torch.testing.assert_close(windows(x, causal=causal), expected)
+    for module in (windows, whole):
+        replace_attention(module, "normalised_relu")
+        module.core.threshold_offset.data.copy_(torch.tensor([-1.0, 1.0]))
+    by_window = whole(x.view(8, 3, 12), causal=causal).view(2, 12, 12)
+    torch.testing.assert_close(windows(x, causal=causal), by_window)
+    with pytest.raises(UserError, match=r"^WindowAttention\.forward must call .* got a mask$"):
+        windows(x, mask=torch.ones(3, 3).bool())
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 6), (2, 4, 3, 6)])
+def test_queries_without_the_heads_are_an_error(shape: tuple[int, ...]) -> None:
+    class FoldedAttention(SelfAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(x, x, x)
+
+    module = FoldedAttention()
+    replace_attention(module)
+    message = r"^FoldedAttention\.forward must call .* queries \[batch, 2 heads, .* got shape"
+    with pytest.raises(UserError, match=message):
+        module(torch.randn(shape))
 
 
 def test_converted_modules_are_copied_pickled_and_compiled() -> None:
