@@ -60,11 +60,6 @@ def source_keys(layer: DecoderLayer, index: int, hidden: Tensor, past: Any) -> K
 
 
 def visible_keys(mask: Tensor, rows: int) -> Tensor:
-    """Bool [B, 1, rows, T]: keys that the last `rows` of T tokens see under a padding mask [B, T].
-
-    A row that is padding sees itself only.
-    """
+    """Bool [B, 1, rows, T]: keys that the last rows see under a padding mask [B, T]."""
     keys = torch.arange(mask.shape[1], device=mask.device)
-    position = keys[-rows:].unsqueeze(-1)
-    visible = (keys <= position) & mask.bool()[:, None, None, :]
-    return visible | (keys == position)
+    return (keys <= keys[-rows:].unsqueeze(-1)) & mask.bool()[:, None, None, :]

@@ -34,8 +34,10 @@ class ReLUFormerConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers 
         ids = {"pad": model.pad_id, "bos": model.bos_id, "eos": model.eos_id}
         for name, value in ids.items():
             kwargs[f"{name}_token_id"] = value
-        if kwargs.get("is_encoder_decoder"):
-            kwargs["decoder_start_token_id"] = model.bos_id
+        if not self.architectures:
+            # AutoModel chooses between our classes by this name.
+            names = ["ReLUFormerForConditionalGeneration"] if self.is_encoder_decoder else []
+            self.architectures: list[str] = names
         # Shared tensors are tied, whichever they are.
         kwargs["tie_word_embeddings"] = True
         super().__post_init__(**kwargs)
@@ -50,3 +52,11 @@ class ReLUFormerConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers 
         if self.settings is None:
             raise UserError("settings must hold the fields of ModelConfig, got None")
         return build(ModelConfig, migrate(self.settings), "settings")
+
+
+def own_attention_error(kind: str) -> UserError:
+    """The error of another attention for a model of this package."""
+    return UserError(
+        f"attn_implementation must not be set for a ReLUFormer, whose settings name its attention, "
+        f"got {kind!r}"
+    )

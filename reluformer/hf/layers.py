@@ -5,6 +5,7 @@ It is the submodule `reluformer` of the module, so that optimizers, checkpoints 
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from reluformer.errors import UserError
-from reluformer.nn.core import RECOMMENDED, AttentionCore
+from reluformer.hf.configuration import ReLUFormerConfig, own_attention_error
+from reluformer.nn.core import RECOMMENDED, AttentionCore, options_dict
 from reluformer.nn.replace import LOOKS_LIKE_ATTENTION
 from reluformer.ops.family.table import ATTENTIONS, lookup
 
@@ -166,11 +168,13 @@ def prepare(model: nn.Module) -> nn.Module:
         kind = part.config._attn_implementation
         if kind in ATTENTIONS and ignores_interface(part):
             raise ignored_error(type(part), kind)
+        if kind in ATTENTIONS:
+            _warn_of_torch(part, kind)
     for name, module in attention_modules(model):
         config = module.config
         assert isinstance(config, PreTrainedConfig)
         kind = config._attn_implementation
-        options = dict(getattr(config, OPTIONS_FIELD, None) or {})
+        options = options_dict(getattr(config, OPTIONS_FIELD, None))
         present = getattr(module, ATTRIBUTE, None)
         if isinstance(present, LayerAttention):
             if (present.row.name, present.given_options) == (kind, options):
@@ -179,6 +183,17 @@ def prepare(model: nn.Module) -> nn.Module:
         if kind in ATTENTIONS:
             _create(name, module, kind, options).attach(module)
     return model
+
+
+def _warn_of_torch(model: nn.Module, kind: str) -> None:
+    """Warn of attentions of torch inside a model, which its configuration does not reach."""
+    for module in model.modules():
+        if any(type(child) is nn.MultiheadAttention for child in module.children()):
+            warnings.warn(
+                f"attn_implementation={kind!r} leaves the torch.nn.MultiheadAttention of "
+                f"{type(module).__name__} at softmax",
+                stacklevel=2,
+            )
 
 
 def check_request(model: PreTrainedModel, request: str | Mapping[str, str] | None) -> None:
@@ -200,6 +215,8 @@ def check_request(model: PreTrainedModel, request: str | Mapping[str, str] | Non
             kind = request.get(next(parts, ""))
         if kind not in ATTENTIONS:
             continue
+        if isinstance(part.config, ReLUFormerConfig):
+            raise own_attention_error(str(kind))
         has_none = part is model and not any(attention_modules(model))
         if has_none or ignores_interface(part):
             raise ignored_error(type(part), str(kind))

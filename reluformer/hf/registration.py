@@ -8,6 +8,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
 )
@@ -62,6 +63,9 @@ def register() -> tuple[str, ...]:
 def _register_own_models() -> None:
     """Let the Auto classes load our own models."""
     AutoConfig.register(ReLUFormerConfig.model_type, ReLUFormerConfig)
+    # With several classes, AutoModel takes the one that a saved configuration names.
+    classes = (ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration)
+    AutoModel.register(ReLUFormerConfig, classes)
     AutoModelForSeq2SeqLM.register(ReLUFormerConfig, ReLUFormerForConditionalGeneration)
     AutoModelForCausalLM.register(ReLUFormerConfig, ReLUFormerForCausalLM)
 

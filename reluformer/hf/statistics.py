@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reluformer.hf.pretrained_model import SAMPLED_ROWS, ReLUFormerPreTrainedModel
 from reluformer.model.recording import recorded_stats, select_rows
 from reluformer.model.records import AttentionRecord
 from reluformer.nn.core import AttentionCore
@@ -15,9 +16,6 @@ from reluformer.ops.api import attend
 from reluformer.ops.call import Call
 from reluformer.ops.stats import Stats, has_weight
 from reluformer.ops.visibility import Visibility
-
-SAMPLED_ROWS = 64
-"""Number of query rows of each sequence whose weights are computed."""
 
 
 class AttentionSummary(NamedTuple):
@@ -34,11 +32,15 @@ class AttentionSummary(NamedTuple):
 
 
 @contextmanager
-def recording(layers: Iterable[AttentionCore]) -> Iterator[list[AttentionRecord]]:
-    """Context in which the calls of attentions append their statistics to the returned list."""
+def recording(
+    parts: Iterable[AttentionCore | ReLUFormerPreTrainedModel],
+) -> Iterator[list[AttentionRecord]]:
+    """Context in which attentions and models append their statistics to the returned list."""
     records: list[AttentionRecord] = []
-    hook = partial(_record, records)
-    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+    handles = []
+    for part in parts:
+        record = _record if isinstance(part, AttentionCore) else _record_model
+        handles.append(part.register_forward_hook(partial(record, records), with_kwargs=True))
     try:
         yield records
     finally:
@@ -81,6 +83,28 @@ def _record(
     if not torch.compiler.is_compiling():
         stats, valid = _sampled_statistics(layer, tensors[0], tensors[1], arguments)
         records.append(AttentionRecord("layer", len(records), stats, valid, None))
+
+
+def _record_model(
+    records: list[AttentionRecord],
+    model: ReLUFormerPreTrainedModel,
+    arguments: tuple[Any, ...],
+    named: Mapping[str, Any],
+    output: Any,
+) -> None:
+    """Forward hook of a model of this package: append the statistics of a second forward pass.
+
+    The random numbers of the training are left as they are.
+    """
+    if torch.compiler.is_compiling():
+        return
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        model.statistics = records
+        try:
+            model.forward(*arguments, **named)
+        finally:
+            model.statistics = None
 
 
 @torch.no_grad()

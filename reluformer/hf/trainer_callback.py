@@ -6,7 +6,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from reluformer.errors import UserError
-from reluformer.hf.models import ReLUFormerPreTrainedModel
+from reluformer.hf.pretrained_model import ReLUFormerPreTrainedModel
 from reluformer.hf.statistics import AttentionSummary, recording, summarise
 from reluformer.nn.core import AttentionCore
 
@@ -21,7 +21,8 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
     its own loss.
 
     The attentions may be those of `reluformer.hf` and of `reluformer.nn`, also in models that are
-    not of transformers. A `ReLUFormer` has neither: `reluformer train` adds these losses to it.
+    not of transformers, and those of `ReLUFormerForConditionalGeneration` and
+    `ReLUFormerForCausalLM`.
 
     Each log gets `row_sum`, `entropy`, `zeros` and `dead_rows`, means over a sample of rows of the
     step before; models that are compiled as a whole log none of them.
@@ -40,26 +41,27 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
                 raise UserError(f"{name} must be a number of at least 0, got {weight!r}")
         self.row_loss, self.entropy_loss, self.log = row_loss, entropy_loss, log
         self.summary: AttentionSummary | None = None
-        self._layers: list[AttentionCore] = []
+        self._parts: list[AttentionCore | ReLUFormerPreTrainedModel] = []
         self._recording: Any = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Set the weights of the losses."""
-        self._layers = [module for module in model.modules() if isinstance(module, AttentionCore)]
-        if not self._layers:
-            raise UserError(_why_unserved(model))
-        for layer in self._layers:
-            if not layer.row.regularisable and (self.row_loss or self.entropy_loss):
-                raise UserError(
-                    f"row_loss and entropy_loss must be 0 for {layer.row.name} attention, which is "
-                    "not rectified or has an output norm"
-                )
+        kinds = (AttentionCore, ReLUFormerPreTrainedModel)
+        self._parts = [module for module in model.modules() if isinstance(module, kinds)]
+        if not self._parts:
+            raise UserError(
+                "ReLUAttentionCallback needs a model with an attention of reluformer.hf or "
+                f"reluformer.nn, and {type(model).__name__} has none"
+            )
+        for part in self._parts:
+            if self.row_loss or self.entropy_loss:
+                _check_regularisable(part)
             if self.row_loss is not None:
-                layer.row_loss = self.row_loss
+                part.row_loss = self.row_loss
             if self.entropy_loss is not None:
-                layer.entropy_loss = self.entropy_loss
+                part.entropy_loss = self.entropy_loss
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
@@ -67,12 +69,12 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
         """Scale the losses as the trainer scales its own, and record steps that are logged."""
         scaler = getattr(optimizer, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        for layer in self._layers:
-            layer.row_loss_scale = scale / args.gradient_accumulation_steps
+        for part in self._parts:
+            part.row_loss_scale = scale / args.gradient_accumulation_steps
         every = max(int(state.logging_steps or 1), 1)
         step = state.global_step + 1
         if self.log and (step % every == 0 or (step == 1 and args.logging_first_step)):
-            self._recording = recording(self._layers)
+            self._recording = recording(self._parts)
             self._records = self._recording.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -93,16 +95,14 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
             state.log_history[-1].update(self.summary._asdict())
 
 
-def _why_unserved(model: nn.Module) -> str:
-    """The message for a model without attentions that the callback knows."""
-    name = type(model).__name__
-    if isinstance(model, ReLUFormerPreTrainedModel):
-        return (
-            f"ReLUAttentionCallback does not serve {name}; call "
-            "reluformer.model.losses.attention_losses on the records of its `model`, "
-            "or train it with `reluformer train`"
+def _check_regularisable(part: AttentionCore | ReLUFormerPreTrainedModel) -> None:
+    """Refuse losses for attentions that have no row sums to act on."""
+    if isinstance(part, AttentionCore):
+        name, is_regularisable = part.row.name, part.row.regularisable
+    else:
+        name, is_regularisable = part.model.config.attention.kind, bool(part.regularised)
+    if not is_regularisable:
+        raise UserError(
+            f"row_loss and entropy_loss must be 0 for {name} attention, which is not rectified or "
+            "has an output norm"
         )
-    return (
-        "ReLUAttentionCallback needs a model with an attention of reluformer.hf or "
-        f"reluformer.nn, and {name} has none"
-    )

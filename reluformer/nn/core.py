@@ -77,7 +77,7 @@ class AttentionCore(nn.Module):
         self.row = lookup(attention)
         self.heads, self.head_dim = heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
-        fixed = dict(options or {})
+        fixed = options_dict(options)
         self.impl: str = fixed.pop("impl", "auto")
         self.row_loss: float = fixed.pop("row_loss", ROW_LOSS if attention == RECOMMENDED else 0.0)
         self.entropy_loss: float = fixed.pop("entropy_loss", 0.0)
@@ -279,6 +279,16 @@ class AttentionCore(nn.Module):
             # The state dict belongs to a model with another attention.
             state_dict |= {prefix + name: getattr(self, name).detach() for name in names}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def options_dict(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the options of an attention; a `UserError` if they are not a mapping."""
+    if not isinstance(options, Mapping | None):
+        raise UserError(
+            "attention_options must be a mapping of names to values, such as {'power': 2}, "
+            f"got {options!r}"
+        )
+    return dict(options or {})
 
 
 def set_row_loss_scale(model: nn.Module, scale: float | Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from reluformer.hf import (  # noqa: E402
     to_transformers,
 )
 from reluformer.model.config import AttentionConfig  # noqa: E402
+from reluformer.model.losses import attention_losses  # noqa: E402
 from tests.hf.families import padding, tokens  # noqa: E402
 
 CONFIG = ModelConfig(
@@ -87,7 +89,8 @@ def test_saved_models_load_by_the_auto_classes(tied: bool, gamma: str, tmp_path:
         model = wrapper.from_model(ours(config)).eval()
         model.save_pretrained(folder)
         loaded = auto.from_pretrained(folder)
-        assert type(loaded) is wrapper and loaded.config.model_config() == config
+        assert type(loaded) is type(transformers.AutoModel.from_pretrained(folder)) is wrapper
+        assert loaded.config.model_config() == config
         expected, found = model.state_dict(), loaded.state_dict()
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
@@ -110,10 +113,71 @@ def test_losses_and_gradients_of_labels() -> None:
     torch.testing.assert_close(divided * 16, expected * kept.sum())
 
 
+def added_gradients(wrapped: Any, **inputs: Tensor) -> list[Tensor]:
+    """What the losses of the attentions add to the gradients."""
+    gradients = []
+    for wrapped.row_loss, wrapped.entropy_loss in ((0.3, 0.2), (0.0, 0.0)):
+        wrapped.zero_grad()
+        wrapped(**inputs).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in wrapped.parameters()])
+    return [with_losses - without for with_losses, without in zip(*gradients, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["translation", "language"])
+def test_the_backward_pass_adds_the_losses_of_the_attentions(kind: str) -> None:
+    ids, mask = tokens(2, 7), padding(left=False)
+    labels = ids.masked_fill(mask == 0, -100)
+    wrapped: Any
+    if kind == "translation":
+        wrapped = ReLUFormerForConditionalGeneration.from_model(ReLUFormer(CONFIG))
+        source = tokens(2, 6, seed=1)
+        found = added_gradients(wrapped, input_ids=source, labels=labels)
+        target = wrapped.prepare_decoder_input_ids_from_labels(labels)
+        output = wrapped.model(source, target, None, mask.sum(-1), record="entropy")
+    else:
+        wrapped = ReLUFormerForCausalLM.from_model(ReLUFormerLM(CONFIG))
+        found = added_gradients(wrapped, input_ids=ids, attention_mask=mask, labels=labels)
+        output = wrapped.model(ids, mask.sum(-1), record="entropy")
+    losses = attention_losses(output.records)
+    total = 0.3 * losses.normalisation + 0.2 * losses.entropy
+    expected = torch.autograd.grad(total, list(wrapped.parameters()), materialize_grads=True)
+    assert any(bool(gradient.any()) for gradient in expected)
+    torch.testing.assert_close(found, list(expected), atol=1e-5, rtol=1e-4)
+    wrapped.eval()
+    assert not any(
+        bool(gradient.any())
+        for gradient in added_gradients(wrapped, **{"input_ids": ids, "labels": labels})
+    )
+
+
+def test_losses_of_the_attentions_leave_padding_on_either_side_out() -> None:
+    wrapped = ReLUFormerForCausalLM.from_model(ReLUFormerLM(CONFIG))
+    right, ids = padding(left=False), tokens(2, 7)
+    left, rolled = padding(left=True), ids.clone()
+    rolled[1] = ids[1].roll(int((right[1] == 0).sum()))
+    found = added_gradients(wrapped, input_ids=rolled, attention_mask=left, labels=rolled)
+    expected = added_gradients(wrapped, input_ids=ids, attention_mask=right, labels=ids)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_another_class_than_the_saved_one_is_refused(tmp_path: Path) -> None:
+    ReLUFormerForCausalLM.from_model(ReLUFormerLM(CONFIG)).save_pretrained(tmp_path / "lm")
+    with pytest.raises(UserError, match="cannot load a ReLUFormerForCausalLM; use"):
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "lm")
+    model = ReLUFormerForConditionalGeneration.from_model(ReLUFormer(CONFIG))
+    model.save_pretrained(tmp_path / "translation")
+    with pytest.raises(UserError, match="cannot load a ReLUFormerForConditionalGeneration; use"):
+        ReLUFormerForCausalLM.from_pretrained(tmp_path / "translation")
+
+
 def test_new_models_from_a_configuration() -> None:
     config = ReLUFormerConfig.from_model_config(CONFIG)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    assert isinstance(model, ReLUFormerForCausalLM)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        model = auto.from_config(config)
+        assert isinstance(model, ReLUFormerForCausalLM)
+    config = ReLUFormerConfig.from_model_config(CONFIG, is_encoder_decoder=True)
+    translator = transformers.AutoModel.from_config(config)
+    assert isinstance(translator, ReLUFormerForConditionalGeneration)
     # Our initialisation, not that of transformers.
     assert abs(float(model.model.target_embedding.weight.detach().std()) - 32**-0.5) < 0.02
 
@@ -132,6 +196,8 @@ def test_mistakes_are_one_sentence() -> None:
         transformers.AutoModelForCausalLM.from_config(
             ReLUFormerConfig.from_model_config(CONFIG), attn_implementation="relu"
         )
+    with pytest.raises(UserError, match="attn_implementation must not be set"):
+        model.set_attn_implementation("relu")
 
 
 def test_the_tokenizer_has_the_same_ids(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from reluformer.hf import (  # noqa: E402
 )
 from reluformer.hf.layers import layer_attentions  # noqa: E402
 from reluformer.hf.statistics import recording, summarise  # noqa: E402
+from reluformer.model.config import AttentionConfig  # noqa: E402
 from reluformer.model.records import AttentionRecord  # noqa: E402
 from reluformer.nn import MultiheadAttention, TransformerEncoderLayer  # noqa: E402
 from reluformer.ops.stats import summarise as weight_statistics  # noqa: E402
@@ -91,11 +92,30 @@ def test_statistics_contain_the_bias_of_a_float_mask() -> None:
     assert summary is not None and summary.entropy < 0.01
 
 
-def test_our_own_models_are_refused_with_what_to_use(tmp_path: Path) -> None:
-    config = ModelConfig(vocabulary=VOCABULARY, width=16, heads=2, decoder_layers=1, slots=16)
-    model = ReLUFormerForCausalLM.from_model(ReLUFormerLM(config))
-    with pytest.raises(UserError, match="not serve ReLUFormerForCausalLM; call .*attention_losses"):
-        train(model, ReLUAttentionCallback(), tmp_path)
+def own_model(kind: str = "relu") -> ReLUFormerForCausalLM:
+    torch.manual_seed(0)
+    attention = AttentionConfig(kind)
+    config = ModelConfig(
+        VOCABULARY, width=16, heads=2, decoder_layers=2, slots=16, attention=attention
+    )
+    return ReLUFormerForCausalLM.from_model(ReLUFormerLM(config))
+
+
+def test_our_own_models_are_served_and_logging_changes_no_step(tmp_path: Path) -> None:
+    trained = []
+    for log in (True, False):
+        model = own_model()
+        callback = ReLUAttentionCallback(row_loss=0.1, entropy_loss=0.2, log=log)
+        rows = train(model, callback, tmp_path, gradient_accumulation_steps=2)
+        assert ("row_sum" in rows[0] and 0 <= rows[1]["zeros"] < 1) == log
+        assert (model.row_loss, model.entropy_loss, model.row_loss_scale) == (0.1, 0.2, 0.5)
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+def test_losses_of_our_own_models_that_cannot_act_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must be 0 for softmax attention"):
+        train(own_model("softmax"), ReLUAttentionCallback(row_loss=0.1), tmp_path)
 
 
 def test_rows_whose_sum_underflows_are_dead() -> None:

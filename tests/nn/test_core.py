@@ -246,6 +246,7 @@ def test_options_that_are_given_are_fixed() -> None:
         (("relu", {"gamma": torch.ones(4)}), "option gamma must be a number, got a tensor"),
         (("normalised_relu", {"row_normalise": None}), "row_normalise must be a .* got None"),
         (("normalised_relu", {"power": "4"}), "power must be 1, 2, 4 or 8, got '4'"),
+        (("relu", "power"), "attention_options must be a mapping of names to .*, got 'power'"),
         (("differential",), "differential attention needs an even width D, got 7"),
     ],
 )
