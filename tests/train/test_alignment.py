@@ -108,14 +108,19 @@ def held_out(run: LoadedRun) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "setting",
     [
-        {"model__attention": {"kind": "softmax"}},
-        {},
-        {
-            "model__attention": {"power": 2, "row_normalise": None},
-            "train__normalisation_weight": 0.05,
-        },
+        pytest.param(
+            {"model__attention": {"kind": "softmax"}}, id="softmax", marks=pytest.mark.release
+        ),
+        pytest.param({}, id="default"),
+        pytest.param(
+            {
+                "model__attention": {"power": 2, "row_normalise": None},
+                "train__normalisation_weight": 0.05,
+            },
+            id="undivided",
+            marks=pytest.mark.release,
+        ),
     ],
-    ids=["softmax", "default", "undivided"],
 )
 def test_a_healthy_setting_aligns(
     setting: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ from tests.train.test_loop import metrics
 from tests.train.tiny import tiny
 from tests.train.worker import start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("data parallel runs")]
 
 ROOT = Path(reluformer.__file__).parents[1]
 # The gradient of the normalisation loss is 1 / (row sum): rows with almost no weight amplify the

@@ -21,7 +21,9 @@ CONFIG = SearchConfig(beam=3, max_ratio=1, max_extra=8)
     [
         pytest.param("-mno-avx512vnni -mno-avxvnni", "AVX-512", marks=pytest.mark.release),
         ("-mno-avx512f -mno-avxvnni", "AVX2"),
-        ("-mno-avx512f -mno-avx2 -mno-avx -mno-avxvnni", "plain"),
+        pytest.param(
+            "-mno-avx512f -mno-avx2 -mno-avx -mno-avxvnni", "plain", marks=pytest.mark.release
+        ),
     ],
 )
 def test_older_processors(
