@@ -243,6 +243,7 @@ def _described(job: Job) -> dict[str, Any]:
     return {
         "recipe": job.cell.recipe,
         "settings": dict(job.cell.settings),
+        "assignments": list(job.assignments),
         "parent": job.cell.parent,
         "corpus": job.cell.corpus,
         "budget": job.budget.name,

@@ -25,6 +25,7 @@ from reluformer.checkpoint import finished_model
 from reluformer.errors import UserError
 from reluformer.files import check_folder, real_path, write_json
 from reluformer.info import commit, info
+from reluformer.reading import SETTINGS_LIMIT, read_text
 from reluformer.study.budgets import Budget
 from reluformer.study.cells import Cell, Outcome, Outcomes, load_outcome
 from reluformer.study.corpora import TESTS, find_corpora
@@ -36,6 +37,7 @@ from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
 from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord
 from reluformer.study.significance import compare_cells
+from reluformer.study.stored import check_outcomes, load_outcomes
 
 # Minutes after which a study on a CPU deserves a warning.
 _PATIENCE = 120.0
@@ -77,9 +79,13 @@ class _Run:
 
     def cells(self, outcomes: Outcomes) -> list[Cell]:
         """The selected cells of all studies as planned now, each once."""
-        plan = Plan(self.options.budget, outcomes)
+        options = self.options
+        plan = Plan(options.budget, outcomes)
         cells = {cell.name: cell for study in self.studies for cell in study.plan(plan)}
-        return select(list(cells.values()), self.options.only)
+        check_outcomes(
+            list(cells.values()), outcomes, options.root, options.budget, options.assignments
+        )
+        return select(list(cells.values()), options.only)
 
     def job(self, cell: Cell) -> Job:
         """The cell with the folders it needs."""
@@ -185,13 +191,6 @@ def _finish(run: _Run, study: Study) -> StudyRecord:
     return record
 
 
-def load_outcomes(root: Path) -> list[Outcome]:
-    """Outcomes of all cells in a folder."""
-    folders = sorted(root.iterdir()) if root.is_dir() else []
-    loaded = (load_outcome(path) for path in folders if path.is_dir())
-    return [outcome for outcome in loaded if outcome is not None]
-
-
 def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) -> None:
     """Say what the study needs; settings that cannot work are refused here."""
     left = [cell for cell in cells if cell.name not in outcomes]
@@ -242,7 +241,7 @@ def _add_clocks(run: _Run) -> None:
         folder = run.options.root / name
         outcome = load_outcome(folder)
         path = run.options.root / "logs" / f"{name}.seconds"
-        earlier = [float(part) for part in path.read_text().split()] if path.is_file() else [0, 0]
+        earlier = _read_seconds(path)
         seconds = earlier[0] + clock.seconds, earlier[1] + clock.device_seconds
         if outcome is None:
             path.write_text(f"{seconds[0]} {seconds[1]}\n")
@@ -251,6 +250,17 @@ def _add_clocks(run: _Run) -> None:
             replace(
                 outcome, seconds=round(seconds[0], 1), device_seconds=round(seconds[1], 1)
             ).save(folder)
+
+
+def _read_seconds(path: Path) -> tuple[float, float]:
+    """Seconds and device seconds of a cell's earlier starts."""
+    if not path.is_file():
+        return 0.0, 0.0
+    try:
+        seconds, device_seconds = map(float, read_text(path, SETTINGS_LIMIT).split())
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    return seconds, device_seconds
 
 
 def _conclude(run: _Run, study: Study) -> StudyRecord:

@@ -20,13 +20,8 @@ from reluformer.study.corpora import find_corpora
 from reluformer.study.definition import Plan, Results
 from reluformer.study.record import StudyRecord
 from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
-from reluformer.study.runner import (
-    RunOptions,
-    load_outcomes,
-    run_studies,
-    select,
-    set_aside,
-)
+from reluformer.study.runner import RunOptions, run_studies, select, set_aside
+from reluformer.study.stored import load_outcomes
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("train.steps=4", "train.dev_every=4", "train.checkpoint_every=2", "train.log_every=2")

@@ -1,0 +1,62 @@
+"""Results in a folder are those of the plan, or are refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reluformer.errors import UserError
+from reluformer.study.budgets import BUDGETS
+from reluformer.study.cells import Cell, Outcome
+from reluformer.study.stored import check_outcomes, load_outcomes
+
+TINY = BUDGETS["tiny"]
+CELL = Cell("a", {"seed": 1}, recipe="tiny", settings={"model.slots": 64})
+DETAIL = {
+    "budget": "tiny",
+    "recipe": "tiny",
+    "corpus": None,
+    "settings": {"model.slots": 64},
+    "assignments": ["train.steps=3"],
+}
+OUTCOME = Outcome("a", {"seed": 1}, "finished", {}, DETAIL)
+
+
+def check(outcome: Outcome, *assignments: str) -> None:
+    check_outcomes([CELL], {"a": outcome}, Path("out"), TINY, assignments)
+
+
+def test_results_of_the_planned_settings_are_used() -> None:
+    check(OUTCOME, "train.steps=3")
+    earlier = {name: value for name, value in DETAIL.items() if name != "assignments"}
+    check(replace(OUTCOME, detail=earlier))
+    check(Outcome("a", {"seed": 1}, "diverged", {}, reason="its start b diverged"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"settings": {"model.slots": 32}}, "model.slots is 32 there and 64 here"),
+        ({"settings": {"model.slots": 64, "train.lr": 1}}, "train.lr is 1 there and None here"),
+        ({"budget": "full"}, "budget is full there and tiny here"),
+        ({"assignments": []}, r"--set is \[\] there and \['train.steps=3'\] here"),
+        ({"corpus": "europarl-doc"}, "corpus is europarl-doc there and None here"),
+    ],
+)
+def test_results_of_other_settings_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match="out/a holds a result of other settings: " + message):
+        check(replace(OUTCOME, detail=DETAIL | change), "train.steps=3")
+
+
+def test_results_without_settings_or_in_the_wrong_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="budget is None there"):
+        check(replace(OUTCOME, detail={}))
+    with pytest.raises(UserError, match="labels is {} there"):
+        check(replace(OUTCOME, labels={}))
+    OUTCOME.save(tmp_path / "a")
+    assert load_outcomes(tmp_path) == [OUTCOME]
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(UserError, match="b/cell.json is the result of a"):
+        load_outcomes(tmp_path)
