@@ -1,12 +1,12 @@
 """Prepared folders for the corpora that cells name; the tiny budget generates its own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reluformer.data.prepare import prepare
+from reluformer.data.prepare import Prepared, prepare
 from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.files import real_path
 from reluformer.study.budgets import Budget
 
@@ -30,7 +30,7 @@ _PARTS: dict[str, sample.Split] = {
 def find_corpora(
     names: Sequence[str], budget: Budget, root: Path, data_options: Sequence[str]
 ) -> dict[str, Path]:
-    """Prepared folder of each corpus.
+    """Folder where each corpus is, or will be once `prepare_corpora` has generated it.
 
     Args:
         names: Corpora that the cells need.
@@ -39,27 +39,62 @@ def find_corpora(
         data_options: Values of `--data`: a folder that holds all corpora by name, or NAME=FOLDER.
 
     Raises:
-        UserError: A corpus is not prepared; the message has the command that prepares it.
+        UserError: An option names a corpus that no study uses.
     """
-    if budget.name == "tiny" and not data_options:
-        return {name: _generate(root / "data", name) for name in names}
+    if _is_generated(budget, data_options):
+        return {name: real_path(root / "data" / name) for name in names}
     mapped = dict(value.split("=", 1) for value in data_options if "=" in value)
+    for name in mapped:
+        if name not in TESTS:
+            raise UserError(f"data must name {' or '.join(TESTS)}, got {quote(name)}")
     parents = [Path(value) for value in data_options if "=" not in value] or [Path("data")]
     folders = {}
     for name in names:
         candidates = [Path(mapped[name])] if name in mapped else [p / name for p in parents]
-        folder = next((path for path in candidates if path.is_dir()), None)
-        if folder is None:
-            command = _PREPARE.format(name=name, size=_VOCABULARIES.get(name, 16_000))
-            raise UserError(
-                f"corpus {name} is not prepared at {candidates[0]}; prepare it with `{command}`, "
-                f"or name its folder with --data {name}=FOLDER"
-            )
-        folders[name] = real_path(folder)
-    return folders
+        folders[name] = next((path for path in candidates if path.is_dir()), candidates[0])
+    return {name: real_path(folder) for name, folder in folders.items()}
 
 
-def _generate(parent: Path, name: str) -> Path:
+def prepare_corpora(
+    folders: Mapping[str, Path], budget: Budget, data_options: Sequence[str]
+) -> None:
+    """Generate the corpora of the tiny budget; check all others.
+
+    Args:
+        folders: Folders by corpus name, from `find_corpora`.
+        budget: The budget.
+        data_options: Values of `--data`.
+
+    Raises:
+        UserError: A corpus is not prepared, damaged, or without a split that studies need.
+    """
+    for name, folder in folders.items():
+        if _is_generated(budget, data_options):
+            _generate(folder.parent, name)
+        else:
+            _check(folder, name)
+
+
+def _is_generated(budget: Budget, data_options: Sequence[str]) -> bool:
+    return budget.name == "tiny" and not data_options
+
+
+def _check(folder: Path, name: str) -> None:
+    """Raise UserError unless a folder holds all splits of a corpus."""
+    if not folder.is_dir():
+        command = _PREPARE.format(name=name, size=_VOCABULARIES[name])
+        raise UserError(
+            f"corpus {name} is not prepared at {folder}; prepare it with `{command}`, "
+            f"or name its folder with --data {name}=FOLDER"
+        )
+    prepared = Prepared.open(folder)
+    prepared.check()
+    for split in ("train", "dev", *TESTS[name]):
+        if split not in prepared.splits:
+            raise UserError(f"corpus {name} at {folder} has no split {split!r}, which studies need")
+
+
+def _generate(parent: Path, name: str) -> None:
     """Prepare generated sentences or documents under the corpus's name."""
     documents = name == "europarl-doc"
     texts = parent / f"{name}.text"
@@ -74,4 +109,3 @@ def _generate(parent: Path, name: str) -> Path:
             write_documents(files.source, files.target, pairs, marked=documents)
         splits[split] = [files]
     prepare(parent / name, splits, vocab_size=600)
-    return real_path(parent / name)

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from reluformer.checkpoint import finished_model
 from reluformer.errors import UserError
 from reluformer.files import check_folder, real_path, write_json
 from reluformer.info import commit, info
-from reluformer.reading import SETTINGS_LIMIT, read_text
 from reluformer.study.budgets import Budget
-from reluformer.study.cells import Cell, Outcome, Outcomes, load_outcome
-from reluformer.study.corpora import TESTS, find_corpora
+from reluformer.study.cells import Cell, Outcome, Outcomes
+from reluformer.study.clocks import add_clocks
+from reluformer.study.corpora import TESTS, find_corpora, prepare_corpora
 from reluformer.study.definition import Plan, Results, Study
 from reluformer.study.estimate import estimate
 from reluformer.study.execute import Job, recipe_of
@@ -98,7 +98,7 @@ class _Run:
 
     def ready(self) -> dict[str, list[str]]:
         """Commands of the cells that can run now."""
-        _add_clocks(self)
+        add_clocks(self.queue, self.options.root)
         outcomes = self.outcomes()
         cells = self.cells(outcomes)
         set_aside(cells, outcomes, self.options)
@@ -111,6 +111,10 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
 
     Cells that have ended are not run again. Cells that fail are reported and tried again at the
     next call. Cells that the clock cuts go on at the next call.
+
+    Raises:
+        UserError: A setting cannot work, a result has other settings, or a corpus is not prepared.
+            Nothing has been written.
     """
     check_folder(options.root)
     end = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e6)
@@ -122,12 +126,13 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
     cells = run.cells(outcomes)
     names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
     run.corpora = find_corpora(names, options.budget, options.root, options.data)
-    options.root.mkdir(parents=True, exist_ok=True)
     _announce(run, cells, outcomes)
+    prepare_corpora(run.corpora, options.budget, options.data)
+    options.root.mkdir(parents=True, exist_ok=True)
     try:
         queue.run(run.ready)
     finally:
-        _add_clocks(run)
+        add_clocks(queue, options.root)
     return [_finish(run, study) for study in studies]
 
 
@@ -233,34 +238,6 @@ def _command(run: _Run, cell: Cell) -> list[str]:
     path = run.options.root / "jobs" / f"{cell.name}.json"
     write_json(path, run.job(cell).to_dict())
     return [sys.executable, "-m", "reluformer.study.execute", str(path)]
-
-
-def _add_clocks(run: _Run) -> None:
-    """Add the time of cells that do not run now to their outcomes, or keep it if they go on."""
-    for name, clock in run.queue.collect_clocks().items():
-        folder = run.options.root / name
-        outcome = load_outcome(folder)
-        path = run.options.root / "logs" / f"{name}.seconds"
-        earlier = _read_seconds(path)
-        seconds = earlier[0] + clock.seconds, earlier[1] + clock.device_seconds
-        if outcome is None:
-            path.write_text(f"{seconds[0]} {seconds[1]}\n")
-        else:
-            path.unlink(missing_ok=True)
-            replace(
-                outcome, seconds=round(seconds[0], 1), device_seconds=round(seconds[1], 1)
-            ).save(folder)
-
-
-def _read_seconds(path: Path) -> tuple[float, float]:
-    """Seconds and device seconds of a cell's earlier starts."""
-    if not path.is_file():
-        return 0.0, 0.0
-    try:
-        seconds, device_seconds = map(float, read_text(path, SETTINGS_LIMIT).split())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    return seconds, device_seconds
 
 
 def _conclude(run: _Run, study: Study) -> StudyRecord:

@@ -10,18 +10,21 @@ import pytest
 from reluformer.cli import studies as command
 from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
+from reluformer.info import info
 from reluformer.report.gather import gather
 from reluformer.report.html import html_report
 from reluformer.report.markdown import markdown_report
 from reluformer.study import coverage
 from reluformer.study.budgets import BUDGETS, lookup_budget
 from reluformer.study.cells import Cell, Outcome, load_outcome
-from reluformer.study.corpora import find_corpora
+from reluformer.study.corpora import find_corpora, prepare_corpora
 from reluformer.study.definition import Plan, Results
+from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
 from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
 from reluformer.study.runner import RunOptions, run_studies, select, set_aside
 from reluformer.study.stored import load_outcomes
+from reluformer.study.variants import sentence_cell
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("train.steps=4", "train.dev_every=4", "train.checkpoint_every=2", "train.log_every=2")
@@ -173,10 +176,46 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         lookup_study("fnf")
     with pytest.raises(UserError, match="budget must be one of tiny, short, full"):
         lookup_budget("huge")
-    with pytest.raises(UserError, match="reluformer prepare data/europarl-sent"):
-        find_corpora(["europarl-sent"], BUDGETS["full"], tmp_path, [str(tmp_path)])
-    with pytest.raises(UserError, match="seeds must be different"):
-        BUDGETS["full"].with_seeds((1, 1))
+    for seeds in ((1, 1), (), (-1,), (2**63,)):
+        with pytest.raises(UserError, match="seeds must be different numbers from 0 to"):
+            BUDGETS["full"].with_seeds(seeds)
+
+
+def test_corpora_are_checked_before_anything_is_trained(tmp_path: Path) -> None:
+    names, full, given = ["europarl-sent"], BUDGETS["full"], [str(tmp_path)]
+    folders = find_corpora(names, full, tmp_path, given)
+    with pytest.raises(UserError, match="prepare it with `reluformer prepare data/europarl-sent"):
+        prepare_corpora(folders, full, given)
+    (tmp_path / "europarl-sent").mkdir()
+    with pytest.raises(UserError, match=r"manifest.json is missing"):
+        prepare_corpora(folders, full, given)
+    prepare_corpora({"europarl-sent": tmp_path / "tiny" / "europarl-sent"}, TINY, [])
+    part = [f"europarl-doc={tmp_path / 'tiny' / 'europarl-sent'}"]
+    with pytest.raises(UserError, match="europarl-doc at .* has no split 'test.long'"):
+        prepare_corpora(find_corpora(["europarl-doc"], full, tmp_path, part), full, part)
+    with pytest.raises(UserError, match="data must name europarl-sent or europarl-doc, got 'x'"):
+        find_corpora(names, full, tmp_path, ["x=data"])
+
+
+def test_settings_that_cannot_work_leave_no_files(tmp_path: Path) -> None:
+    options = RunOptions(tmp_path / "out", TINY, assignments=["train.stepz=3"])
+    with pytest.raises(UserError, match="train.stepz is not a known field"):
+        run_studies([STUDIES["ffn"]], options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_speeds_of_other_machines_do_not_count() -> None:
+    cell = sentence_cell(TINY)
+    recipe = load_recipe(cell.recipe, [f"{n}={json.dumps(v)}" for n, v in cell.settings.items()])
+    values = {"tokens_per_second": 1.0}
+
+    def minutes(devices: list[str]) -> float:
+        detail = {"machine": {"devices": devices}}
+        measured = Outcome("other", cell.labels, "finished", values, detail)
+        return estimate([(cell, recipe)], [measured], jobs=1).minutes
+
+    assert minutes(["a faster GPU"]) == estimate([(cell, recipe)], [], jobs=1).minutes < 10
+    assert minutes(info()["devices"]) > 500
 
 
 def test_coverage_counts_seeds() -> None:
