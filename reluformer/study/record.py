@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ class StudyRecord:
     def device_minutes(self) -> float:
         """Minutes of the device that the cells took."""
         return sum(outcome.device_seconds for outcome in self.outcomes) / 60
+
+    def with_origin(self, earlier: "StudyRecord") -> "StudyRecord":
+        """This record with the command, date and commit of an earlier one of the same cells."""
+        if [o.name for o in self.outcomes] != [o.name for o in earlier.outcomes]:
+            return self
+        return replace(self, command=earlier.command, date=earlier.date, commit=earlier.commit)
 
     def save(self, path: Path) -> None:
         """Write the record as JSON with one line a cell.

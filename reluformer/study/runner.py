@@ -130,10 +130,10 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
     prepare_corpora(run.corpora, options.budget, options.data)
     options.root.mkdir(parents=True, exist_ok=True)
     try:
-        queue.run(run.ready)
+        ran = queue.run(run.ready)
     finally:
         add_clocks(queue, options.root)
-    return [_finish(run, study) for study in studies]
+    return [_finish(run, study, ran) for study in studies]
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
@@ -185,11 +185,17 @@ def set_aside(cells: Sequence[Cell], outcomes: dict[str, Outcome], options: RunO
             left.append(by_name[parent])
 
 
-def _finish(run: _Run, study: Study) -> StudyRecord:
-    """Write the record of a study, and the attention maps that it shows."""
+def _finish(run: _Run, study: Study, ran: Sequence[str]) -> StudyRecord:
+    """Write the record of a study, and the attention maps that it shows.
+
+    A call that ran no cell of the study keeps the origin of its numbers.
+    """
     root = run.options.root
+    path = root / f"{study.name}{SUFFIX}"
     record = _conclude(run, study)
-    record.save(root / f"{study.name}{SUFFIX}")
+    if path.is_file() and not set(ran) & set(record.planned):
+        record = record.with_origin(StudyRecord.load(path))
+    record.save(path)
     maps = study_maps(study, record.outcomes, root, run.corpora) if study.mapped else []
     if maps:
         write_json(root / f"{study.name}{MAPS_SUFFIX}", maps)
@@ -242,8 +248,8 @@ def _command(run: _Run, cell: Cell) -> list[str]:
 
 def _conclude(run: _Run, study: Study) -> StudyRecord:
     outcomes = run.outcomes()
-    cells = study.plan(Plan(run.options.budget, outcomes))
-    ended = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
+    planned = [cell.name for cell in study.plan(Plan(run.options.budget, outcomes))]
+    ended = [outcomes[name] for name in planned if name in outcomes]
     comparisons: list[Comparison] = []
     if study.contrast is not None:
         comparisons = compare_cells(
@@ -257,8 +263,8 @@ def _conclude(run: _Run, study: Study) -> StudyRecord:
         commit=commit(),
         machine=_machine(ended),
         folder=os.path.relpath(run.options.root),
-        planned=[cell.name for cell in cells],
-        failed=dict(run.queue.failed),
+        planned=planned,
+        failed={name: why for name, why in run.queue.failed.items() if name in planned},
         outcomes=ended,
         comparisons=comparisons,
         tables=study.conclude(Results(ended, comparisons)).tables,

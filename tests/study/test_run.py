@@ -1,11 +1,14 @@
 """A study runs end to end on the tiny budget, resumes, and is reported."""
 
 import json
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from reluformer.cli import studies as command
 from reluformer.config.recipe import load_recipe
@@ -70,6 +73,24 @@ def test_ended_cells_are_never_run_again(finished: tuple[Path, StudyRecord, list
     again = run_studies([study], RunOptions(out, TINY, assignments=SMALL, report=lines.append))[0]
     assert again.outcomes == first.outcomes and len(lines) == 2
     assert (folder / "cell.json").stat().st_mtime_ns == written
+
+
+def test_a_call_that_runs_nothing_keeps_the_origin_of_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "tiny" / "theory.study.json"
+    options = RunOptions(tmp_path, TINY, report=lambda _: None, minutes=0.0)
+
+    def run() -> StudyRecord:
+        (record,) = run_studies([STUDIES["theory"]], options)
+        assert record == StudyRecord.load(path)
+        return record
+
+    earlier = replace(run(), command="reluformer study all", date="2026-01-01")
+    earlier.save(path)
+    assert run() == earlier
+    (cell,) = STUDIES["theory"].plan(Plan(TINY))
+    detail = {"budget": "tiny", "recipe": "", "corpus": None, "settings": {}}
+    Outcome(cell.name, cell.labels, "finished", {}, detail).save(tmp_path / "tiny" / cell.name)
+    assert run().date != "2026-01-01"
 
 
 def test_the_report_has_verdicts_tables_signatures_and_maps(
@@ -157,6 +178,28 @@ def test_studies_share_one_queue(tmp_path: Path) -> None:
     assert len(names) < sum(len(record.planned) for record in records)
     assert f"0 of {len(names)} cells have ended" in lines[2]
     assert lookup_studies(["theory", "all"]) == list(STUDIES.values())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_failed_cells_set_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    program = [sys.executable, "-c", f"raise SystemExit({int(fails)})"]
+    monkeypatch.setattr("reluformer.study.runner._command", lambda run, cell: program)
+    with pytest.raises(typer.Exit) if fails else nullcontext():
+        command.study(["theory", "ffn"], budget="tiny", only=["theory.s1"], out=tmp_path)
+    failed = [
+        StudyRecord.load(tmp_path / "tiny" / f"{name}.study.json").failed
+        for name in ("theory", "ffn")
+    ]
+    assert failed == [{"theory.s1": "exit status 1: empty log"} if fails else {}, {}]
+
+
+def test_zero_minutes_print_only_the_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.study(["theory"], budget="tiny", minutes=0.0, out=tmp_path)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_studies_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
