@@ -28,6 +28,7 @@ from reluformer.study import probes, theory
 from reluformer.study.budgets import Budget, lookup_budget
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.finishing import finish_cell
+from reluformer.study.queue import end_with_runner
 from reluformer.study.tasks import TASKS, train_task
 from reluformer.train import run_dir, train
 
@@ -267,6 +268,7 @@ def _mean(values: list[float]) -> float:
 @guarded
 def main() -> None:
     """Execute the job whose file is the only argument."""
+    end_with_runner()
     execute(Job.load(Path(sys.argv[1])))
 
 
