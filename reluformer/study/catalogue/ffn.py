@@ -1,6 +1,9 @@
 """Feed-forward memories: ReLU, softmax, softmax with LayerNorm."""
 
+import math
+
 from reluformer.study.catalogue.tables import (
+    bleu_of,
     curves,
     decimals,
     group_table,
@@ -57,7 +60,7 @@ def _conclude(results: Results) -> Findings:
     outcomes = list(results.outcomes)
 
     def bleu(memory: str, values: str = "alike") -> float:
-        return mean_of(outcomes, "bleu", memory=memory, values=values)
+        return bleu_of(outcomes, memory=memory, values=values)
 
     def ratio(memory: str) -> float:
         return mean_of(outcomes, "memory_ratio", memory=memory, values="alike")
@@ -81,7 +84,7 @@ def _conclude(results: Results) -> Findings:
         ),
         decide(
             "The variance ratio of softmax memories is far below ReLU's",
-            ratio("relu") / ratio("softmax"),
+            ratio("relu") / ratio("softmax") if ratio("softmax") > 0 else math.nan,
             holds=5.0, partly=1.5, unit="times (ReLU / softmax)", signed=False,
             rule="holds from a factor of 5 on, partly from 1.5",
         ),

@@ -1,5 +1,6 @@
 """Tables and plots that several studies share."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,9 @@ def show_comparison(comparison: Comparison | None) -> str:
 def interval(
     results: Results, test: tuple[str, str], *, negate: bool = False, **labels: Any
 ) -> str:
-    """The 95 % interval of a group's paired difference, as text behind a unit; empty if missing.
+    """The 95 % interval of a group's paired difference with its seeds, as text behind a unit.
+
+    Empty if the groups were not compared.
 
     Args:
         results: Outcomes and comparisons of a study.
@@ -93,7 +96,8 @@ def interval(
     low, high = comparison.interval
     if negate:
         low, high = -high, -low
-    return f" (95 %: {low:+.2f} to {high:+.2f})"
+    seeds = f"{comparison.seeds} seed{'s' * (comparison.seeds > 1)}"
+    return f" (95 %: {low:+.2f} to {high:+.2f}, {seeds})"
 
 
 def lines_over(
@@ -130,10 +134,26 @@ def curves(outcomes: Sequence[Outcome], name: Callable[[Outcome], str]) -> Plot:
     return Plot("Dev loss while training, seed 1", "million target tokens", "nats a token", series)
 
 
-def mean_of(outcomes: Sequence[Outcome], value: str, **labels: Any) -> float:
-    """Mean of a value over the finished outcomes with some labels; NaN if there are none."""
+def mean_of(
+    outcomes: Sequence[Outcome], value: str, *, diverged: float = math.nan, **labels: Any
+) -> float:
+    """Mean of a value over the finished outcomes with some labels; NaN if there are none.
+
+    Args:
+        outcomes: Outcomes of a study.
+        value: Name of the value.
+        diverged: The mean if there are outcomes and all of them diverged.
+        **labels: Labels of the group.
+    """
     chosen = [o for o in outcomes if all(o.labels.get(k) == v for k, v in labels.items())]
+    if chosen and not any(outcome.finished for outcome in chosen):
+        return diverged
     return summarise(chosen, value).mean
+
+
+def bleu_of(outcomes: Sequence[Outcome], value: str = "bleu", **labels: Any) -> float:
+    """Mean BLEU of a group; minus infinity if all of its outcomes diverged."""
+    return mean_of(outcomes, value, diverged=-math.inf, **labels)
 
 
 def _seeds(members: Sequence[Outcome]) -> str:
