@@ -16,6 +16,8 @@ _CLASSES: dict[State, str] = {
     "does not hold here": "fails",
     "not measured": "unknown",
 }
+# Most characters of a value that is not broken.
+_ONE_LINE = 20
 _TINY = (
     "Budget tiny: generated text and models of two layers. These numbers show that the software "
     "works; they decide nothing about the claims."
@@ -79,6 +81,7 @@ def _study(section: StudySection) -> str:
     if study is not None:
         parts.append(f'<p class="soft">The paper: {escape(study.paper)} {escape(study.notes)}</p>')
     parts += [_verdict(verdict) for verdict in section.findings.verdicts]
+    parts += [f'<p class="notice">{escape(section.progress)}</p>'] * bool(section.progress)
     parts += [f"<p>{escape(remark)}</p>" for remark in section.remarks]
     parts += [_table(table) for table in section.findings.tables]
     if section.findings.plots:
@@ -101,7 +104,7 @@ def _verdict(verdict: Verdict) -> str:
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>"
+        "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>"
         for row in table.rows
     )
     text = ' class="text"' if len(table.columns) == 2 else ""
@@ -109,6 +112,12 @@ def _table(table: Table) -> str:
         f'<h3>{escape(table.title)}</h3><div class="scroll" tabindex="0"><table{text}><thead><tr>'
         f"{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
+
+
+def _cell(value: str) -> str:
+    """Text of a cell; a short value stays on one line, also in print."""
+    text = escape(value)
+    return text if len(value) > _ONE_LINE else text.replace(" ", "&nbsp;")
 
 
 def _provenance(section: StudySection) -> str:

@@ -30,6 +30,7 @@ def _study(section: StudySection) -> str:
         parts += [
             f"- **{verdict.state}**: {verdict.claim}. {verdict.number} ({verdict.rule})",
         ]
+    parts += ["", f"{section.progress}\n"] if section.progress else []
     parts += ["", *(f"{remark}\n" for remark in section.remarks)]
     parts += [*(_table(table) for table in section.findings.tables)]
     described = [*facts(section), *signatures(record)]
