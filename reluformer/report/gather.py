@@ -25,6 +25,11 @@ from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, find_recor
 from reluformer.study.registry import STUDIES
 from reluformer.train import run_dir
 
+_TINY = (
+    "Budget tiny: generated text and models of two layers. These numbers show that the software "
+    "works; they decide nothing about the claims."
+)
+
 
 @dataclass(frozen=True)
 class StudySection:
@@ -66,6 +71,12 @@ class Contents:
 
     studies: list[StudySection]
     runs: list[RunSection] = field(default_factory=list)
+
+    @property
+    def notice(self) -> str:
+        """A warning about results that decide nothing; empty if there are none."""
+        is_tiny = any(section.record.budget == "tiny" for section in self.studies)
+        return _TINY if is_tiny else ""
 
     @property
     def cells(self) -> dict[tuple[str, str], Outcome]:

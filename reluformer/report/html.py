@@ -18,10 +18,6 @@ _CLASSES: dict[State, str] = {
 }
 # Most characters of a value that is not broken.
 _ONE_LINE = 20
-_TINY = (
-    "Budget tiny: generated text and models of two layers. These numbers show that the software "
-    "works; they decide nothing about the claims."
-)
 
 
 def html_report(contents: Contents) -> str:
@@ -59,9 +55,7 @@ def _summary(contents: Contents) -> str:
             )
     cells = contents.cells.values()
     minutes = sum(outcome.device_seconds for outcome in cells) / 60
-    notice = ""
-    if any(section.record.budget == "tiny" for section in contents.studies):
-        notice = f'<p class="notice">{_TINY}</p>'
+    notice = f'<p class="notice">{contents.notice}</p>' if contents.notice else ""
     return (
         f"{notice}<h2>All claims</h2>"
         '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'

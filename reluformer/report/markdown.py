@@ -1,5 +1,7 @@
 """A report as Markdown: the same verdicts and tables, without plots and maps."""
 
+from collections.abc import Sequence
+
 from reluformer.report.gather import Contents, RunSection, StudySection
 from reluformer.report.provenance import cell_rows, facts, signatures
 from reluformer.study.findings import Table
@@ -8,6 +10,7 @@ from reluformer.study.findings import Table
 def markdown_report(contents: Contents) -> str:
     """The whole text."""
     parts = ["# ReLU and softmax in Transformers: what holds", ""]
+    parts += [contents.notice, ""] if contents.notice else []
     verdicts = [
         [section.record.study, verdict.claim, verdict.state, verdict.number]
         for section in contents.studies
@@ -46,15 +49,21 @@ def _run(run: RunSection) -> str:
 
 
 def _table(table: Table) -> str:
+    columns = list(zip(*table.rows, strict=False)) or [()] * len(table.columns)
     lines = [
         f"### {table.title}",
         "",
         _row(table.columns),
-        _row(["---", *["---:"] * (len(table.columns) - 1)]),
+        _row(["---:" if _is_numeric(column) else "---" for column in columns]),
         *(_row(row) for row in table.rows),
         "",
     ]
     return "\n".join(lines)
+
+
+def _is_numeric(column: Sequence[str]) -> bool:
+    """Whether all values of a column begin with a number, as far as there are any."""
+    return all(value[:1] in "+-–0123456789" for value in column)
 
 
 def _row(values: list[str]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from reluformer.config.data import GENERATED
+from reluformer.config.recipe import Recipe
 from reluformer.data.prepare import Prepared, prepare
 from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
@@ -73,6 +75,12 @@ def prepare_corpora(
             _generate(folder.parent, name)
         else:
             _check(folder, name)
+
+
+def check_sources(recipes: Sequence[Recipe]) -> None:
+    """Raise UserError unless the prepared folders that recipes name are complete."""
+    for source in {recipe.data.source for recipe in recipes} - set(GENERATED):
+        Prepared.open(source).check()
 
 
 def _is_generated(budget: Budget, data_options: Sequence[str]) -> bool:

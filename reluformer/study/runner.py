@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from reluformer.checkpoint import finished_model
+from reluformer.config.recipe import Recipe
 from reluformer.errors import UserError
 from reluformer.files import check_folder, real_path, write_json
 from reluformer.info import commit, info
 from reluformer.study.budgets import Budget
 from reluformer.study.cells import Cell, Outcome, Outcomes
 from reluformer.study.clocks import add_clocks
-from reluformer.study.corpora import TESTS, find_corpora, prepare_corpora
+from reluformer.study.corpora import TESTS, check_sources, find_corpora, prepare_corpora
 from reluformer.study.definition import Plan, Results, Study
 from reluformer.study.estimate import estimate
 from reluformer.study.execute import Job, recipe_of
@@ -126,8 +127,9 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
     cells = run.cells(outcomes)
     names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
     run.corpora = find_corpora(names, options.budget, options.root, options.data)
-    _announce(run, cells, outcomes)
+    left = _announce(run, cells, outcomes)
     prepare_corpora(run.corpora, options.budget, options.data)
+    check_sources([recipe for cell, recipe in left if cell.corpus is None and recipe is not None])
     options.root.mkdir(parents=True, exist_ok=True)
     try:
         ran = queue.run(run.ready)
@@ -202,8 +204,13 @@ def _finish(run: _Run, study: Study, ran: Sequence[str]) -> StudyRecord:
     return record
 
 
-def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) -> None:
-    """Say what the study needs; settings that cannot work are refused here."""
+def _announce(
+    run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]
+) -> list[tuple[Cell, Recipe | None]]:
+    """Say what the study needs; return the cells that are left, with the recipes of trainings.
+
+    Settings that cannot work are refused here.
+    """
     left = [cell for cell in cells if cell.name not in outcomes]
     with_recipes = [(c, recipe_of(run.job(c)) if c.work == "train" else None) for c in left]
     done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
@@ -218,6 +225,7 @@ def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) ->
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         if needs.gigabytes > memory:
             say(f"warning: the GPU has {memory:.0f} GB; use fewer --jobs or --budget short")
+    return with_recipes
 
 
 def _ready(run: _Run, left: Sequence[Cell], outcomes: dict[str, Outcome]) -> list[Cell]:

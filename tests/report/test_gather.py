@@ -50,7 +50,8 @@ def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path
     assert contents.studies[0].findings.tables == made.tables
     for text in (html_report(contents), markdown_report(contents)):
         assert "1 of 2 cells have not run; verdicts and tables are of the others." in text
-        assert "20.00" in text
+        assert "20.00" in text and "they decide nothing about the claims" in text
+    assert "\n| --- | ---: |\n| a long name of a run | 20.00 |\n" in text
     record(tmp_path, planned=["mine.a"])
     assert "have not run" not in html_report(gather([tmp_path]))
 

@@ -244,6 +244,10 @@ def test_settings_that_cannot_work_leave_no_files(tmp_path: Path) -> None:
     options = RunOptions(tmp_path / "out", TINY, assignments=["train.stepz=3"])
     with pytest.raises(UserError, match="train.stepz is not a known field"):
         run_studies([STUDIES["ffn"]], options)
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: tiny\nruns: {a: {data.source: none, data.generated: null}}\n")
+    with pytest.raises(UserError, match="none does not exist"):
+        run_studies([study_from_file(file)], replace(options, assignments=()))
     assert not (tmp_path / "out").exists()
 
 
