@@ -44,10 +44,9 @@ def check_outcomes(
         assignments: Further settings of all trainings.
     """
     for cell in cells:
-        outcome = outcomes.get(cell.name)
-        if outcome is None:
+        if cell.name not in outcomes:
             continue
-        for name, there, here in _compared(cell, outcome, budget, assignments):
+        for name, there, here in _compared(cell, outcomes, budget, assignments):
             if there != here:
                 raise UserError(
                     f"{root / cell.name} holds a result of other settings: {name} is "
@@ -57,13 +56,16 @@ def check_outcomes(
 
 
 def _compared(
-    cell: Cell, outcome: Outcome, budget: Budget, assignments: Sequence[str]
+    cell: Cell, outcomes: Outcomes, budget: Budget, assignments: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Names of settings, their values in the result, and their values in the plan."""
+    outcome = outcomes[cell.name]
     yield "labels", outcome.labels, cell.labels
     detail = outcome.detail
     if not outcome.finished and not detail:
-        # Its start has diverged; it has no settings of its own.
+        # It was not run, because its start had diverged, and has no settings of its own.
+        start = outcomes.get(cell.parent or "")
+        yield "the cell it starts from", "diverged", "not run" if start is None else start.status
         return
     yield "budget", detail.get("budget"), budget.name
     yield "recipe", detail.get("recipe"), cell.recipe

@@ -223,6 +223,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="seeds must be different numbers from 0 to"):
             BUDGETS["full"].with_seeds(seeds)
 
+    with pytest.raises(UserError, match="must not have the name of the study theory"):
+        study_from_file(tmp_path / "theory.yaml")
+
 
 def test_corpora_are_checked_before_anything_is_trained(tmp_path: Path) -> None:
     names, full, given = ["europarl-sent"], BUDGETS["full"], [str(tmp_path)]

@@ -32,7 +32,16 @@ def test_results_of_the_planned_settings_are_used() -> None:
     check(OUTCOME, "train.steps=3")
     earlier = {name: value for name, value in DETAIL.items() if name != "assignments"}
     check(replace(OUTCOME, detail=earlier))
-    check(Outcome("a", {"seed": 1}, "diverged", {}, reason="its start b diverged"))
+
+
+def test_a_cell_whose_start_had_diverged_is_refused_once_the_start_has_not() -> None:
+    child = Cell("child", {}, parent="a")
+    outcomes = {"child": Outcome("child", {}, "diverged", {}, reason="its start a diverged")}
+    outcomes["a"] = replace(OUTCOME, status="diverged")
+    check_outcomes([child], outcomes, Path("out"), TINY, [])
+    outcomes["a"] = OUTCOME
+    with pytest.raises(UserError, match="starts from is diverged there and finished here"):
+        check_outcomes([child], outcomes, Path("out"), TINY, [])
 
 
 @pytest.mark.parametrize(
