@@ -157,7 +157,7 @@ def test_slots_and_temperatures() -> None:
     warm = [
         sent({"memory": "softmax", "temperature": t}, bleu=b) for t, b in ((2.0, 24.3), (4.0, 24.6))
     ]
-    number = "0.40 of the gap remains at the best of 2 temperatures"
+    number = "0.40 of the gap remains at the best of 2/3 temperatures"
     assert decided("temperature", *cold, *warm) == [("holds partly", number)]
     assert (
         decided("temperature", cold[0], sent({"memory": "softmax"}), *warm)[0][0] == "not measured"

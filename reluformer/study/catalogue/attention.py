@@ -15,7 +15,7 @@ from reluformer.study.catalogue.tables import (
 )
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
-from reluformer.study.findings import Findings, Table, combine, decide, show_number
+from reluformer.study.findings import Findings, Table, Verdict, combine, decide, show_number
 from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import (
     ATTENTION_NOTES,
@@ -61,8 +61,8 @@ def _fails(outcomes: list[Outcome], attention: str, softmax: float) -> bool | No
     return all(not o.finished or o.value("dev_nll") > softmax + 0.5 for o in same)
 
 
-def _conclude(results: Results) -> Findings:
-    outcomes = _best(results.outcomes)
+def _verdicts(results: Results, outcomes: list[Outcome]) -> list[Verdict]:
+    """Verdicts on the outcomes at the best rates."""
 
     def mean(name: str, attention: str) -> float:
         return mean_of(outcomes, name, attention=attention)
@@ -77,7 +77,7 @@ def _conclude(results: Results) -> Findings:
     plain = mean("dev_nll", "plain")
     entropy = mean("entropy_cross", "scale+norm") - mean("entropy_cross", "scale")
     helped = bleu("scale+norm") - bleu("scale")
-    verdicts = [
+    return [
         combine(
             "Plain ReLU in place of softmax does not train",
             [_fails(outcomes, "plain", softmax)],
@@ -111,6 +111,10 @@ def _conclude(results: Results) -> Findings:
             rule="holds from 0 on, partly to 0.3 BLEU below",
         ),
     ]  # fmt: skip
+
+
+def _conclude(results: Results) -> Findings:
+    outcomes = _best(results.outcomes)
     best = Results(outcomes, results.comparisons)
     columns = {
         "BLEU": ("bleu", decimals(2)),
@@ -135,7 +139,8 @@ def _conclude(results: Results) -> Findings:
     if len({o.labels["rate"] for o in tuned}) > 1:
         rates = {"BLEU": ("bleu", decimals(2)), "dev nll": ("dev_nll", decimals(3))}
         tables.append(group_table("All learning rates", Results(tuned), by, rates))
-    return Findings(verdicts, tables, [curves(outcomes, lambda o: str(o.labels["attention"]))])
+    plot = curves(outcomes, lambda o: str(o.labels["attention"]))
+    return Findings(_verdicts(results, outcomes), tables, [plot])
 
 
 STUDY = Study(

@@ -29,7 +29,7 @@ def _plan(plan: Plan) -> list[Cell]:
     return alike + control
 
 
-def variance_table(outcomes: list[Outcome], key: str) -> Table:
+def _variance_table(outcomes: list[Outcome]) -> Table:
     """Variance ratio of the memory of each layer, of seed 1."""
     chosen = [o for o in outcomes if o.finished and o.labels["seed"] == 1]
     layers: list[str] = []
@@ -40,7 +40,7 @@ def variance_table(outcomes: list[Outcome], key: str) -> Table:
         layers = layers or list(ratios)
         columns.append([f"{ratio:.3g}" for ratio in ratios.values()])
     rows = [[name, *values] for name, *values in zip(layers, *columns, strict=True)]
-    names = [f"{o.labels[key]}, {o.labels['values']}" for o in chosen]
+    names = [f"{o.labels['memory']}, {o.labels['values']}" for o in chosen]
     return Table("Variance ratio branch / residual by layer, seed 1", ["layer", *names], rows)
 
 
@@ -102,7 +102,7 @@ def _conclude(results: Results) -> Findings:
         _ratios(outcomes),
         curves(outcomes, lambda o: f"{o.labels['memory']}, {o.labels['values']}"),
     ]
-    return Findings(verdicts, [table, variance_table(outcomes, "memory")], plots)
+    return Findings(verdicts, [table, _variance_table(outcomes)], plots)
 
 
 STUDY = Study(

@@ -100,13 +100,10 @@ def interval(
     return f" (95 %: {low:+.2f} to {high:+.2f}, {seeds})"
 
 
-def lines_over(
-    outcomes: Sequence[Outcome], x: str, by: str, value: str, where: dict[str, Any] | None = None
-) -> list[Series]:
+def lines_over(outcomes: Sequence[Outcome], x: str, by: str, value: str) -> list[Series]:
     """A series for each value of label `by`, over label `x`, with spreads over seeds."""
-    chosen = [o for o in outcomes if all(o.labels.get(k) == v for k, v in (where or {}).items())]
     series = []
-    for (name,), members in group(chosen, by).items():
+    for (name,), members in group(outcomes, by).items():
         points = sorted(
             (float(key[0]), summarise(same, value)) for key, same in group(members, x).items()
         )

@@ -32,7 +32,7 @@ def _conclude(results: Results) -> Findings:
         "A flatter softmax memory does not close the gap to ReLU",
         share,
         holds=0.5, partly=0.2, signed=False,
-        unit=f"of the gap remains at the best of {len(known)} temperatures",
+        unit=f"of the gap remains at the best of {len(known)}/{len(warm)} temperatures",
         rule="holds if half of the gap or more remains, partly from a fifth on; not measured if "
         "softmax is not behind at temperature 1",
     )  # fmt: skip
