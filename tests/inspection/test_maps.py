@@ -96,6 +96,13 @@ def test_the_script_is_valid(tmp_path: Path) -> None:
         pytest.skip("node is not installed")
 
 
+def test_texts_cannot_end_or_extend_the_script_element() -> None:
+    model = {"name": "m", "texts": [{"name": "</script> <!--<script>"}]}
+    page = map_page([model])
+    assert page.count("</script>") == 2 and "<!--" not in page
+    assert _data(page) == {"models": [model]}
+
+
 def _data(page: str) -> dict[str, Any]:
     match = re.search(r'<script type="application/json">(.*?)</script>', page, re.DOTALL)
     assert match is not None
