@@ -1,4 +1,4 @@
-"""Prepared folders for the corpora that cells name; the tiny budget generates its own."""
+"""Prepared folders for the corpora that cells name, given or generated."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,6 @@ from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
 from reluformer.errors import UserError, quote
 from reluformer.files import real_path
-from reluformer.study.budgets import Budget
 
 TESTS: dict[str, tuple[str, ...]] = {
     "europarl-sent": ("test",),
@@ -29,22 +28,16 @@ _PARTS: dict[str, sample.Split] = {
 }
 
 
-def find_corpora(
-    names: Sequence[str], budget: Budget, root: Path, data_options: Sequence[str]
-) -> dict[str, Path]:
-    """Folder where each corpus is, or will be once `prepare_corpora` has generated it.
+def find_corpora(names: Sequence[str], data_options: Sequence[str]) -> dict[str, Path]:
+    """Folder where each corpus should be.
 
     Args:
         names: Corpora that the cells need.
-        budget: `tiny` uses generated text in place of every corpus.
-        root: Folder of the study's cells, below which generated text is written.
         data_options: Values of `--data`: a folder that holds all corpora by name, or NAME=FOLDER.
 
     Raises:
         UserError: An option names a corpus that no study uses.
     """
-    if _is_generated(budget, data_options):
-        return {name: real_path(root / "data" / name) for name in names}
     mapped = dict(value.split("=", 1) for value in data_options if "=" in value)
     for name in mapped:
         if name not in TESTS:
@@ -57,49 +50,32 @@ def find_corpora(
     return {name: real_path(folder) for name, folder in folders.items()}
 
 
-def prepare_corpora(
-    folders: Mapping[str, Path], budget: Budget, data_options: Sequence[str]
-) -> None:
-    """Generate the corpora of the tiny budget; check all others.
-
-    Args:
-        folders: Folders by corpus name, from `find_corpora`.
-        budget: The budget.
-        data_options: Values of `--data`.
-
-    Raises:
-        UserError: A corpus is not prepared, damaged, or without a split that studies need.
-    """
+def check_corpora(folders: Mapping[str, Path]) -> None:
+    """Raise UserError unless prepared folders, by corpus name, hold all that studies need."""
     for name, folder in folders.items():
-        if _is_generated(budget, data_options):
-            _generate(folder.parent, name)
-        else:
-            _check(folder, name)
+        if not folder.is_dir():
+            command = _PREPARE.format(name=name, size=_VOCABULARIES[name])
+            raise UserError(
+                f"corpus {name} is not prepared at {folder}; prepare it with `{command}`, "
+                f"or name its folder with --data {name}=FOLDER"
+            )
+        prepared = Prepared.open(folder)
+        prepared.check()
+        for split in ("train", "dev", *TESTS[name]):
+            if split not in prepared.splits:
+                raise UserError(f"corpus {name} at {folder} has no split {split!r}")
+
+
+def generate_corpora(folders: Mapping[str, Path]) -> None:
+    """Generate and prepare the corpora of the tiny budget in their folders."""
+    for name, folder in folders.items():
+        _generate(folder.parent, name)
 
 
 def check_sources(recipes: Sequence[Recipe]) -> None:
     """Raise UserError unless the prepared folders that recipes name are complete."""
     for source in {recipe.data.source for recipe in recipes} - set(GENERATED):
         Prepared.open(source).check()
-
-
-def _is_generated(budget: Budget, data_options: Sequence[str]) -> bool:
-    return budget.name == "tiny" and not data_options
-
-
-def _check(folder: Path, name: str) -> None:
-    """Raise UserError unless a folder holds all splits of a corpus."""
-    if not folder.is_dir():
-        command = _PREPARE.format(name=name, size=_VOCABULARIES[name])
-        raise UserError(
-            f"corpus {name} is not prepared at {folder}; prepare it with `{command}`, "
-            f"or name its folder with --data {name}=FOLDER"
-        )
-    prepared = Prepared.open(folder)
-    prepared.check()
-    for split in ("train", "dev", *TESTS[name]):
-        if split not in prepared.splits:
-            raise UserError(f"corpus {name} at {folder} has no split {split!r}, which studies need")
 
 
 def _generate(parent: Path, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from reluformer.config.schema import build
 from reluformer.errors import UserError
 from reluformer.files import write_text
+from reluformer.info import info
 from reluformer.reading import JSON_LIMIT, parse_json, read_text
 from reluformer.study.cells import Outcome
 from reluformer.study.findings import Comparison, Table
@@ -69,6 +70,15 @@ class StudyRecord:
             return build(cls, parse_json(text, path))
         except UserError as error:
             raise UserError(f"{path} is no record of a study: {error}") from None
+
+
+def machine_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Versions and devices of the cells; of this machine if no cell has ended."""
+    for outcome in outcomes:
+        if "machine" in outcome.detail:
+            return dict(outcome.detail["machine"])
+    described = info()
+    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}
 
 
 def _without_heads(outcome: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,18 +24,25 @@ from reluformer.checkpoint import finished_model
 from reluformer.config.recipe import Recipe
 from reluformer.errors import UserError
 from reluformer.files import check_folder, real_path, write_json
-from reluformer.info import commit, info
+from reluformer.info import commit
+from reluformer.locks import lock_file
 from reluformer.study.budgets import Budget
 from reluformer.study.cells import Cell, Outcome, Outcomes
 from reluformer.study.clocks import add_clocks
-from reluformer.study.corpora import TESTS, check_sources, find_corpora, prepare_corpora
+from reluformer.study.corpora import (
+    TESTS,
+    check_corpora,
+    check_sources,
+    find_corpora,
+    generate_corpora,
+)
 from reluformer.study.definition import Plan, Results, Study
 from reluformer.study.estimate import estimate
 from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import Comparison
 from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
-from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord
+from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, machine_of
 from reluformer.study.significance import compare_cells
 from reluformer.study.stored import check_outcomes, load_outcomes
 
@@ -65,6 +71,11 @@ class RunOptions:
     def root(self) -> Path:
         """Folder of the cells."""
         return real_path(self.out / self.budget.name)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether generated text takes the place of all corpora."""
+        return self.budget.name == "tiny" and not self.data
 
 
 @dataclass
@@ -115,27 +126,36 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
 
     Raises:
         UserError: A setting cannot work, a result has other settings, or a corpus is not prepared.
-            Nothing has been written.
+            Nothing has been written. Or another process runs studies in the folder.
     """
     check_folder(options.root)
     end = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e6)
     queue = JobQueue(options.jobs, end, options.root / "logs", options.report)
     run = _Run(studies, options, queue)
-    if options.jobs > 1 and torch.cuda.is_available():
-        start_mps()
     outcomes = run.outcomes()
     cells = run.cells(outcomes)
     names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
-    run.corpora = find_corpora(names, options.budget, options.root, options.data)
+    run.corpora = (
+        {name: options.root / "data" / name for name in names}
+        if options.is_generated
+        else find_corpora(names, options.data)
+    )
     left = _announce(run, cells, outcomes)
-    prepare_corpora(run.corpora, options.budget, options.data)
+    if not options.is_generated:
+        check_corpora(run.corpora)
     check_sources([recipe for cell, recipe in left if cell.corpus is None and recipe is not None])
     options.root.mkdir(parents=True, exist_ok=True)
-    try:
-        ran = queue.run(run.ready)
-    finally:
-        add_clocks(queue, options.root)
-    return [_finish(run, study, ran) for study in studies]
+    message = f"{options.root} is in use by another study; one call can run several studies"
+    with lock_file(options.root / ".lock", message, remove=True):
+        if options.is_generated:
+            generate_corpora(run.corpora)
+        if options.jobs > 1 and torch.cuda.is_available():
+            start_mps()
+        try:
+            ran = queue.run(run.ready)
+        finally:
+            add_clocks(queue, options.root)
+        return [_finish(run, study, ran) for study in studies]
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
@@ -269,7 +289,7 @@ def _conclude(run: _Run, study: Study) -> StudyRecord:
         date=datetime.date.today().isoformat(),
         command=shlex.join(["reluformer", *sys.argv[1:]]),
         commit=commit(),
-        machine=_machine(ended),
+        machine=machine_of(ended),
         folder=os.path.relpath(run.options.root),
         planned=planned,
         failed={name: why for name, why in run.queue.failed.items() if name in planned},
@@ -277,12 +297,3 @@ def _conclude(run: _Run, study: Study) -> StudyRecord:
         comparisons=comparisons,
         tables=study.conclude(Results(ended, comparisons)).tables,
     )
-
-
-def _machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Versions and devices of the cells; of this machine if no cell has ended."""
-    for outcome in outcomes:
-        if "machine" in outcome.detail:
-            return dict(outcome.detail["machine"])
-    described = info()
-    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}

@@ -14,13 +14,14 @@ from reluformer.cli import studies as command
 from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
 from reluformer.info import info
+from reluformer.locks import lock_file
 from reluformer.report.gather import gather
 from reluformer.report.html import html_report
 from reluformer.report.markdown import markdown_report
 from reluformer.study import coverage
 from reluformer.study.budgets import BUDGETS, lookup_budget
 from reluformer.study.cells import Cell, Outcome, load_outcome
-from reluformer.study.corpora import find_corpora, prepare_corpora
+from reluformer.study.corpora import check_corpora, find_corpora, generate_corpora
 from reluformer.study.definition import Plan, Results
 from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
@@ -228,19 +229,19 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_corpora_are_checked_before_anything_is_trained(tmp_path: Path) -> None:
-    names, full, given = ["europarl-sent"], BUDGETS["full"], [str(tmp_path)]
-    folders = find_corpora(names, full, tmp_path, given)
+    names = ["europarl-sent"]
+    folders = find_corpora(names, [str(tmp_path)])
     with pytest.raises(UserError, match="prepare it with `reluformer prepare data/europarl-sent"):
-        prepare_corpora(folders, full, given)
+        check_corpora(folders)
     (tmp_path / "europarl-sent").mkdir()
     with pytest.raises(UserError, match=r"manifest.json is missing"):
-        prepare_corpora(folders, full, given)
-    prepare_corpora({"europarl-sent": tmp_path / "tiny" / "europarl-sent"}, TINY, [])
+        check_corpora(folders)
+    generate_corpora({"europarl-sent": tmp_path / "tiny" / "europarl-sent"})
     part = [f"europarl-doc={tmp_path / 'tiny' / 'europarl-sent'}"]
     with pytest.raises(UserError, match="europarl-doc at .* has no split 'test.long'"):
-        prepare_corpora(find_corpora(["europarl-doc"], full, tmp_path, part), full, part)
+        check_corpora(find_corpora(["europarl-doc"], part))
     with pytest.raises(UserError, match="data must name europarl-sent or europarl-doc, got 'x'"):
-        find_corpora(names, full, tmp_path, ["x=data"])
+        find_corpora(names, ["x=data"])
 
 
 def test_settings_that_cannot_work_leave_no_files(tmp_path: Path) -> None:
@@ -252,6 +253,17 @@ def test_settings_that_cannot_work_leave_no_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none does not exist"):
         run_studies([study_from_file(file)], replace(options, assignments=()))
     assert not (tmp_path / "out").exists()
+
+
+def test_two_calls_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    options = RunOptions(tmp_path, TINY, minutes=0.0, report=lambda _: None)
+    with (
+        lock_file(tmp_path / "tiny" / ".lock", "held"),
+        pytest.raises(UserError, match="tiny is in use by another study"),
+    ):
+        run_studies([STUDIES["theory"]], options)
+    run_studies([STUDIES["theory"]], options)
 
 
 def test_speeds_of_other_machines_do_not_count() -> None:
