@@ -37,9 +37,10 @@ def _study(section: StudySection) -> str:
     parts += ["", *(f"{remark}\n" for remark in section.remarks)]
     parts += [*(_table(table) for table in section.findings.tables)]
     described = [*facts(section), *signatures(record)]
-    parts += [*(f"- {name}: `{value}`" for name, value in described), ""]
+    parts += [f"- {name}: `{value}`" for name, value in described]
+    parts += [f"- failed in the last call: {n}: {why}" for n, why in record.failed.items()]
     columns, rows = cell_rows(record)
-    parts.append(_table(Table("Cells", columns, rows)))
+    parts += ["", _table(Table("Cells", columns, rows))]
     return "\n".join(parts)
 
 

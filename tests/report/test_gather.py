@@ -54,6 +54,8 @@ def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path
     assert "\n| --- | ---: |\n| a long name of a run | 20.00 |\n" in text
     record(tmp_path, planned=["mine.a"])
     assert "have not run" not in html_report(gather([tmp_path]))
+    record(tmp_path, failed={"mine.b": "exit status 1"})
+    assert "failed in the last call: mine.b: exit status 1" in markdown_report(gather([tmp_path]))
 
 
 def test_a_folder_that_is_named_twice_is_reported_once(tmp_path: Path) -> None:

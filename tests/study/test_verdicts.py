@@ -70,6 +70,24 @@ def test_memories() -> None:
     assert decided("ffn", outcomes[0], silent)[2] == ("not measured", "–")
 
 
+def test_curves_and_ratios_are_of_the_first_seed_of_each_kind() -> None:
+    def memory(kind: str, seed: int, ratio: float) -> Outcome:
+        made = sent({"memory": kind, "seed": seed}, bleu=20.0)
+        made.detail["inspection"] = {"branches": [{"name": "encoder.0.memory", "ratio": ratio}]}
+        made.detail["curve"] = [{"tokens": 1e6 * seed, "dev": {"nll": 2.0}}]
+        return made
+
+    outcomes = [memory("relu", 3, 0.3), memory("relu", 2, 0.2), memory("softmax", 1, 0.1)]
+    outcomes.append(sent({"memory": "relu", "seed": 0}))
+    findings = STUDIES["ffn"].conclude(Results(outcomes))
+    assert findings.tables[1].columns == ["layer", "softmax, alike", "relu, alike"]
+    assert findings.tables[1].rows == [["encoder.0.memory", "0.1", "0.2"]]
+    assert [(one.name, one.xs) for one in findings.plots[1].series] == [
+        ("softmax, alike", [1.0]),
+        ("relu, alike", [2.0]),
+    ]
+
+
 def test_the_ladder_of_attentions() -> None:
     softmax = sent({}, bleu=25.0, dev_nll=1.7)
     better = {"attention": "scale+norm", "seed": 2}

@@ -121,14 +121,16 @@ def lines_over(outcomes: Sequence[Outcome], x: str, by: str, value: str) -> list
 
 
 def curves(outcomes: Sequence[Outcome], name: Callable[[Outcome], str]) -> Plot:
-    """Dev loss while training, of seed 1."""
-    series = []
-    for outcome in outcomes:
+    """Dev loss while training, of the first seed of each name."""
+    series: dict[str, Series] = {}
+    for outcome in sorted(outcomes, key=lambda o: int(o.labels.get("seed", 0))):
         points = [p for p in outcome.detail.get("curve", []) if "nll" in p.get("dev", {})]
-        if outcome.labels.get("seed") == 1 and points:
+        if points:
             xs = [point["tokens"] / 1e6 for point in points]
-            series.append(Series(name(outcome), xs, [point["dev"]["nll"] for point in points]))
-    return Plot("Dev loss while training, seed 1", "million target tokens", "nats a token", series)
+            ys = [point["dev"]["nll"] for point in points]
+            series.setdefault(name(outcome), Series(name(outcome), xs, ys))
+    axis = "million target tokens"
+    return Plot("Dev loss while training, first seed", axis, "nats a token", list(series.values()))
 
 
 def mean_of(
