@@ -1,5 +1,7 @@
 """Prepared folders for the corpora that cells name, given or generated."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,6 +72,13 @@ def generate_corpora(folders: Mapping[str, Path]) -> None:
     """Generate and prepare the corpora of the tiny budget in their folders."""
     for name, folder in folders.items():
         _generate(folder.parent, name)
+
+
+def fingerprint(folder: Path) -> str:
+    """Identity of a prepared corpus: a checksum of its tokenizer and its encoded splits."""
+    manifest = Prepared.open(folder).manifest
+    content = {name: manifest.get(name) for name in ("tokenizer", "splits")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_sources(recipes: Sequence[Recipe]) -> None:

@@ -44,7 +44,7 @@ from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
 from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, machine_of
 from reluformer.study.significance import compare_cells
-from reluformer.study.stored import check_outcomes, load_outcomes
+from reluformer.study.stored import check_data, check_outcomes, load_outcomes
 
 # Minutes after which a study on a CPU deserves a warning.
 _PATIENCE = 120.0
@@ -149,6 +149,7 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
     with lock_file(options.root / ".lock", message, remove=True):
         if options.is_generated:
             generate_corpora(run.corpora)
+        check_data(outcomes, options.root, run.corpora)
         if options.jobs > 1 and torch.cuda.is_available():
             start_mps()
         try:

@@ -1,12 +1,13 @@
 """Results in the folder of a study, checked against the plan before their numbers are used."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from reluformer.errors import UserError, shorten
 from reluformer.study.budgets import Budget
 from reluformer.study.cells import OUTCOME, Cell, Outcome, Outcomes, load_outcome
+from reluformer.study.corpora import fingerprint
 
 
 def load_outcomes(root: Path) -> list[Outcome]:
@@ -53,6 +54,24 @@ def check_outcomes(
                     f"{shorten(there)} there and {shorten(here)} here; choose another --out, or "
                     "delete the folder to run the cell again"
                 )
+
+
+def check_data(outcomes: Outcomes, root: Path, corpora: Mapping[str, Path]) -> None:
+    """Raise UserError if a result was made with another corpus than the one in use.
+
+    Args:
+        outcomes: Results by cell name. Those of earlier versions do not name their data.
+        root: Folder of the cells.
+        corpora: Prepared folders by corpus name.
+    """
+    used = {name: fingerprint(folder) for name, folder in corpora.items()}
+    for outcome in outcomes.values():
+        name, data = outcome.detail.get("corpus"), outcome.detail.get("data")
+        if name in used and data not in (None, used[name]):
+            raise UserError(
+                f"{root / outcome.name} holds a result of other data than {corpora[name]}; choose "
+                "another --out, or delete the folder to run the cell again"
+            )
 
 
 def _compared(

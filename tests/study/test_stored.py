@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from reluformer.data.prepare import prepare
+from reluformer.data.text import TextPair
 from reluformer.errors import UserError
 from reluformer.study.budgets import BUDGETS
 from reluformer.study.cells import Cell, Outcome
-from reluformer.study.stored import check_outcomes, load_outcomes
+from reluformer.study.corpora import fingerprint
+from reluformer.study.stored import check_data, check_outcomes, load_outcomes
 
 TINY = BUDGETS["tiny"]
 CELL = Cell("a", {"seed": 1}, recipe="tiny", settings={"model.slots": 64})
@@ -57,6 +60,21 @@ def test_a_cell_whose_start_had_diverged_is_refused_once_the_start_has_not() -> 
 def test_results_of_other_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="out/a holds a result of other settings: " + message):
         check(replace(OUTCOME, detail=DETAIL | change), "train.steps=3")
+
+
+def test_results_of_other_data_are_refused(tmp_path: Path) -> None:
+    files = TextPair(tmp_path / "en", tmp_path / "de", documents=False)
+    for sentences in ("a b\n", "a c\n"):
+        files.source.write_text(sentences)
+        files.target.write_text(sentences)
+        prepare(tmp_path / sentences[2], {"train": [files]}, vocab_size=300)
+    detail = {"corpus": "europarl-sent", "data": fingerprint(tmp_path / "b")}
+    for data in (detail, {"corpus": "europarl-sent"}, {"corpus": None, "data": None}):
+        outcomes = {"a": replace(OUTCOME, detail=data)}
+        check_data(outcomes, tmp_path, {"europarl-sent": tmp_path / "b"})
+    outcomes = {"a": replace(OUTCOME, detail=detail)}
+    with pytest.raises(UserError, match="a holds a result of other data than .*/c"):
+        check_data(outcomes, tmp_path, {"europarl-sent": tmp_path / "c"})
 
 
 def test_results_without_settings_or_in_the_wrong_folder_are_refused(tmp_path: Path) -> None:
