@@ -38,7 +38,7 @@ class JobQueue:
     end: float
     logs: Path
     """Folder of one log file a command; a log grows over several starts."""
-    report: Callable[[str], None] = print
+    report: Callable[[str], None]
     clocks: dict[str, Clock] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """Exit status and last log line of each command that failed before the clock ended."""
@@ -87,7 +87,7 @@ class JobQueue:
                 process = live.pop(name).process
                 process.kill()
                 process.wait()
-                self.report(f"{name}: cut by the clock; the next call goes on")
+                self.report(f"{name}: stopped; the next call goes on")
         return succeeded
 
     def _start(self, name: str, command: list[str]) -> _Job:

@@ -8,21 +8,18 @@ Layout of the output folder, with one folder a cell that all studies share:
 """
 
 import datetime
-import fnmatch
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from reluformer.checkpoint import finished_model
 from reluformer.config.recipe import Recipe
-from reluformer.errors import UserError
 from reluformer.files import check_folder, real_path, write_json
 from reluformer.info import commit
 from reluformer.locks import lock_file
@@ -43,6 +40,7 @@ from reluformer.study.findings import Comparison
 from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
 from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, machine_of
+from reluformer.study.selection import select, set_aside
 from reluformer.study.significance import compare_cells
 from reluformer.study.stored import check_data, check_outcomes, load_outcomes
 
@@ -65,7 +63,8 @@ class RunOptions:
     """Further settings of all trainings."""
     only: Sequence[str] = ()
     """Patterns of names of cells to run, in this order, as in a shell; empty for all."""
-    report: Callable[[str], None] = print
+    report: Callable[[str], None] = partial(print, flush=True)
+    """Shows a line at once; a study takes hours, and its output may be a file."""
 
     @property
     def root(self) -> Path:
@@ -113,7 +112,7 @@ class _Run:
         add_clocks(self.queue, self.options.root)
         outcomes = self.outcomes()
         cells = self.cells(outcomes)
-        set_aside(cells, outcomes, self.options)
+        set_aside(cells, outcomes, self.options.root, self.options.report)
         left = [cell for cell in cells if cell.name not in outcomes]
         return {cell.name: _command(self, cell) for cell in _ready(self, left, outcomes)}
 
@@ -157,55 +156,6 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
         finally:
             add_clocks(queue, options.root)
         return [_finish(run, study, ran) for study in studies]
-
-
-def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose names match a pattern, in the order of the patterns; without patterns, all.
-
-    A cell comes after the one it starts from, which need not match.
-
-    Raises:
-        UserError: No cell matches a pattern.
-    """
-    if not patterns:
-        return list(cells)
-    by_name = {cell.name: cell for cell in cells}
-    chosen: dict[str, Cell] = {}
-
-    def choose(cell: Cell) -> None:
-        if cell.parent is not None:
-            choose(by_name[cell.parent])
-        chosen.setdefault(cell.name, cell)
-
-    for pattern in patterns:
-        names = fnmatch.filter(by_name, pattern)
-        if not names:
-            raise UserError(f"only must match a cell, such as {cells[0].name}, got {pattern!r}")
-        for name in names:
-            choose(by_name[name])
-    return list(chosen.values())
-
-
-def set_aside(cells: Sequence[Cell], outcomes: dict[str, Outcome], options: RunOptions) -> None:
-    """Plan models again that cells start from and whose weights are gone.
-
-    Results are often kept without weights. The earlier result moves to the folder `earlier`.
-    """
-    by_name = {cell.name: cell for cell in cells}
-    left = [cell for cell in cells if cell.name not in outcomes]
-    while left:
-        parent = left.pop().parent
-        if parent is None or parent not in outcomes or not outcomes[parent].finished:
-            continue
-        folder = options.root / parent
-        if finished_model(folder) is None:
-            place = options.root / "earlier" / parent
-            shutil.rmtree(place, ignore_errors=True)
-            place.parent.mkdir(exist_ok=True)
-            folder.rename(place)
-            del outcomes[parent]
-            options.report(f"{parent}: trained again, its weights are not in {folder}")
-            left.append(by_name[parent])
 
 
 def _finish(run: _Run, study: Study, ran: Sequence[str]) -> StudyRecord:

@@ -34,7 +34,7 @@ def test_failures_say_why_and_cut_commands_do_not(tmp_path: Path) -> None:
     queue.end = time.monotonic() + 0.3
     slow = {"slow": python("import time; time.sleep(60)")}
     assert queue.run(lambda: slow) == []
-    assert "slow" not in queue.failed and "slow: cut by the clock" in lines[-1]
+    assert "slow" not in queue.failed and "slow: stopped" in lines[-1]
 
 
 def test_time_of_the_device_is_shared(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_commands_end_with_a_runner_that_is_killed(tmp_path: Path) -> None:
     command = watched + "time.sleep(0.3); watch(); print('watching', flush=True); time.sleep(60)"
     runner = (
         "import os, sys, time; from pathlib import Path; from reluformer.study import queue\n"
-        f"jobs = queue.JobQueue(1, time.monotonic() + 60, Path({str(tmp_path)!r}))\n"
+        f"jobs = queue.JobQueue(1, time.monotonic() + 60, Path({str(tmp_path)!r}), print)\n"
         f"jobs._start('cell', [sys.executable, '-c', {command!r}])\n"
         "os.kill(os.getpid(), 9)\n"
     )

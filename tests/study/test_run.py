@@ -1,5 +1,6 @@
 """A study runs end to end on the tiny budget, resumes, and is reported."""
 
+import io
 import json
 import sys
 from contextlib import nullcontext
@@ -26,7 +27,8 @@ from reluformer.study.definition import Plan, Results
 from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
 from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
-from reluformer.study.runner import RunOptions, run_studies, select, set_aside
+from reluformer.study.runner import RunOptions, run_studies
+from reluformer.study.selection import select, set_aside
 from reluformer.study.stored import load_outcomes
 from reluformer.study.variants import sentence_cell
 
@@ -152,7 +154,7 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
     tmp_path: Path, kept: tuple[str, ...], again: list[str]
 ) -> None:
     lines: list[str] = []
-    options = RunOptions(tmp_path, TINY, report=lines.append)
+    options = RunOptions(tmp_path, TINY)
     outcomes = {name: Outcome(name, {}, "finished", {}) for name in ("start", "middle", "other")}
     for name, outcome in outcomes.items():
         (options.root / name / "model").mkdir(parents=True)
@@ -160,7 +162,7 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
         if name in kept:
             (options.root / name / "model" / "config.json").touch()
     left = dict(outcomes)
-    set_aside(CHAIN, left, options)
+    set_aside(CHAIN, left, options.root, lines.append)
     assert sorted(outcomes.keys() - left.keys()) == again
     assert sorted(line.split(":")[0] for line in lines) == again
     for name in again:
@@ -253,6 +255,13 @@ def test_settings_that_cannot_work_leave_no_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none does not exist"):
         run_studies([study_from_file(file)], replace(options, assignments=()))
     assert not (tmp_path / "out").exists()
+
+
+def test_progress_reaches_a_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content))
+    RunOptions(Path("out"), TINY).report("a line")
+    assert content.getvalue() == b"a line\n"
 
 
 def test_two_calls_do_not_work_in_one_folder(tmp_path: Path) -> None:
