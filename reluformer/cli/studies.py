@@ -57,8 +57,8 @@ def study(
     """Run or resume studies of the paper's claims, and say what holds.
 
     Every training is a cell in a folder of its own; cells that have ended are never run again.
-    Several studies share one queue. For example: reluformer study ffn slots --budget tiny --jobs 2
-    --out studies. The exit status is 1 if a cell failed.
+    Several studies share one queue. The exit status is 1 if a cell failed. For example: reluformer
+    study ffn slots --budget tiny --jobs 2 --out studies.
     """
     if list_:
         from reluformer.study.questions import QUESTIONS
