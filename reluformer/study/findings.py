@@ -84,14 +84,20 @@ def decide(
     """
     if math.isnan(value):
         return Verdict(claim, "not measured", "–", rule)
-    state: State = "does not hold here"
-    if value >= holds:
-        state = "holds"
-    elif value > partly:
-        state = "holds partly"
+    state = _state(value, holds, partly)
     if math.isinf(value):
         return Verdict(claim, state, "one of the two diverged", rule)
-    return Verdict(claim, state, f"{value:{'+' if signed else ''}.2f} {unit}".strip(), rule)
+    sign = "+" if signed else ""
+    # Two decimals, or as many as it takes to see on which side of a limit the number is.
+    shown = (f"{value:{sign}.{places}f}" for places in range(2, 18))
+    number = next((s for s in shown if _state(float(s), holds, partly) == state), str(value))
+    return Verdict(claim, state, f"{number} {unit}".strip(), rule)
+
+
+def _state(value: float, holds: float, partly: float) -> State:
+    if value >= holds:
+        return "holds"
+    return "holds partly" if value > partly else "does not hold here"
 
 
 def show_number(value: float, form: str = "+.2f") -> str:
