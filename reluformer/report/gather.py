@@ -98,14 +98,14 @@ def gather(folders: Sequence[Path]) -> Contents:
     # A folder may be named twice, or with one inside it.
     records = {real_path(path): (path, record) for path, record in find_records(folders)}
     for path, record in records.values():
-        with _named(path):
+        with damage_named(path):
             studies.append(_section(path, record))
     order = list(STUDIES)
     studies.sort(key=lambda s: order.index(s.record.study) if s.record.study in order else 99)
     runs = []
     for folder in {real_path(folder): folder for folder in folders}.values():
         if (folder / checkpoint.RECIPE).is_file():
-            with _named(folder):
+            with damage_named(folder):
                 runs.append(_run(folder))
     if not studies and not runs:
         named = ", ".join(map(str, folders))
@@ -114,7 +114,7 @@ def gather(folders: Sequence[Path]) -> Contents:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def damage_named(path: Path) -> Iterator[None]:
     """Turn failures on values that no run or study writes into a UserError that names `path`."""
     try:
         yield

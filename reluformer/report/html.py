@@ -5,7 +5,7 @@ from importlib import resources
 
 from reluformer import __version__
 from reluformer.inspection import maps
-from reluformer.report.gather import Contents, RunSection, StudySection
+from reluformer.report.gather import Contents, RunSection, StudySection, damage_named
 from reluformer.report.provenance import cell_rows, facts, signatures
 from reluformer.report.svg import plot_svg
 from reluformer.study.findings import State, Table, Verdict
@@ -27,8 +27,12 @@ def html_report(contents: Contents) -> str:
     style = css + (maps.style() if has_maps else "")
     script = f"<script>\n{maps.script()}</script>" if has_maps else ""
     sections = [_summary(contents)] if contents.studies else []
-    sections += [_study(section) for section in contents.studies]
-    sections += [_run(run) for run in contents.runs]
+    for section in contents.studies:
+        with damage_named(section.path):
+            sections.append(_study(section))
+    for run in contents.runs:
+        with damage_named(run.folder):
+            sections.append(_run(run))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

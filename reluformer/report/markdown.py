@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from reluformer.report.gather import Contents, RunSection, StudySection
+from reluformer.report.gather import Contents, RunSection, StudySection, damage_named
 from reluformer.report.provenance import cell_rows, facts, signatures
 from reluformer.study.findings import Table
 
@@ -19,7 +19,9 @@ def markdown_report(contents: Contents) -> str:
     if verdicts:
         columns = ["study", "claim", "verdict", "the number that decides"]
         parts.append(_table(Table("All claims", columns, verdicts)))
-    parts += [_study(section) for section in contents.studies]
+    for section in contents.studies:
+        with damage_named(section.path):
+            parts.append(_study(section))
     parts += [_run(run) for run in contents.runs]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -1,13 +1,14 @@
 """What a report reads."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reluformer.errors import UserError
-from reluformer.report.gather import gather
+from reluformer.report.gather import Contents, gather
 from reluformer.report.html import html_report
 from reluformer.report.markdown import markdown_report
 from reluformer.study.cells import Outcome
@@ -61,6 +62,17 @@ def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path
 def test_a_folder_that_is_named_twice_is_reported_once(tmp_path: Path) -> None:
     record(tmp_path)
     assert len(gather([tmp_path, tmp_path, tmp_path / "mine.study.json"]).studies) == 1
+
+
+@pytest.mark.parametrize("report", [html_report, markdown_report])
+def test_damage_that_shows_late_names_the_record(
+    tmp_path: Path, report: Callable[[Contents], str]
+) -> None:
+    damaged = Outcome("mine.a", {}, "finished", {}, {"scores": {"test": None}})
+    record(tmp_path, outcomes=[damaged])
+    contents = gather([tmp_path])
+    with pytest.raises(UserError, match="mine.study.json is damaged: AttributeError"):
+        report(contents)
 
 
 def test_nothing_to_report_is_a_mistake(tmp_path: Path) -> None:
