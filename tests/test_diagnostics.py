@@ -30,8 +30,8 @@ def test_a_row_whose_sum_underflows_is_dead_for_every_statistic_and_loss() -> No
     assert dead == 0.5
     assert float(sum_over_rows([read])[3]) / 4 == dead
     assert diagnostics._attention_report(read).dead_rows == dead
-    tokens = {"source_lengths": torch.tensor([2])}
-    values = {"encoder.0": torch.randn(1, 2, 1, 4)}
+    tokens = {"source": torch.tensor([[5, 6]]), "source_lengths": torch.tensor([2])}
+    values = {"encoder.0": torch.randn(1, 1, 2, 4)}
     assert head_measures(read, values, tokens, [50]).heads[0].dead_rows == dead
 
 

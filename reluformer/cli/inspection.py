@@ -50,6 +50,8 @@ def inspect(
         raise UserError(f"examples must be at least 1, got {examples}")
     if against is not None and maps is None:
         raise UserError(f"against is {against}, which needs --maps")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch finds no GPU")
     check_outputs([maps], [text])
     if plots is not None:
         check_folder(plots)

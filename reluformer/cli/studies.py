@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from reluformer.console import FAILURE
 from reluformer.errors import UserError
 
 _MOST_JOBS = 256
@@ -29,7 +30,8 @@ def study(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Cells that run at the same time.")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop after this time; the next call goes on.")
+        float | None,
+        typer.Option(help="Stop after this time; the next call goes on. 0 shows what is needed."),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -55,8 +57,8 @@ def study(
     """Run or resume studies of the paper's claims, and say what holds.
 
     Every training is a cell in a folder of its own; cells that have ended are never run again.
-    Several studies share one queue. For example: reluformer study ffn slots --budget tiny --jobs 2
-    --out studies.
+    Several studies share one queue. The exit status is 1 if a cell failed. For example: reluformer
+    study ffn slots --budget tiny --jobs 2 --out studies.
     """
     if list_:
         from reluformer.study.questions import QUESTIONS
@@ -88,8 +90,14 @@ def study(
     options = RunOptions(
         out, size, jobs, minutes, tuple(data or ()), tuple(set_ or ()), tuple(only or ())
     )
-    for one, record in zip(chosen, run_studies(chosen, options), strict=True):
+    records = run_studies(chosen, options)
+    if minutes == 0:
+        # Only what the studies need was asked for.
+        return
+    for one, record in zip(chosen, records, strict=True):
         print_record(one, record)
+    if any(record.failed for record in records):
+        raise typer.Exit(FAILURE)
 
 
 def report(

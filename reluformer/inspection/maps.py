@@ -71,8 +71,8 @@ def compare_maps(models: Mapping[str, LoadedRun], path: Path | None) -> str:
 
 def map_view(models: Sequence[Mapping[str, Any]]) -> str:
     """The view's HTML element; a page needs `style()` and `script()` once besides."""
-    # "</" would end the script element early.
-    data = json.dumps({"models": list(models)}, ensure_ascii=False).replace("</", "<\\/")
+    # "</script" ends a script element early, and "<!--<script" hides its end.
+    data = json.dumps({"models": list(models)}, ensure_ascii=False).replace("<", "\\u003c")
     return (
         f'<section class="amap" aria-label="attention maps">'
         f'<script type="application/json">{data}</script></section>'

@@ -22,6 +22,7 @@ from reluformer.diagnostics import (
 )
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.base import Model
+from reluformer.model.heads import split_heads
 from reluformer.model.records import AttentionRecord
 from reluformer.ops.stats import Stats, has_weight
 
@@ -34,6 +35,7 @@ class HeadMeasures:
     """Means over the query rows of one head."""
 
     row_sum: float
+    """Sum of the weights before row normalisation."""
     entropy: float
     """Entropy of the row-normalised weights, in nats."""
     zeros: float
@@ -41,7 +43,8 @@ class HeadMeasures:
     dead_rows: float
     """Share of rows that see keys and give all of them weight zero."""
     dead_slots: float
-    """Share of the keys of an example that no query row gives any weight."""
+    """Share of the keys of an example that no query row gives any weight. Persistent slots are keys
+    of every example."""
     max: float
     anisotropy: float
     """Mean pairwise cosine of the value vectors this head reads."""
@@ -135,8 +138,8 @@ def _attention(
     visible = stats.visible.expand_as(stats.row_sum)
     keys = _key_mask(record, batch, weights)  # [B, Tk]
     read = (weights.abs() * rows.unsqueeze(-1)).amax(dim=2) > 0  # [B, H, Tk]
-    vectors = values[f"{record.site}.{record.layer}"]  # [B, Tk, Hkv, D]
-    kv_heads = vectors.shape[2]
+    vectors = values[f"{record.site}.{record.layer}"]  # [B, Hkv, Tk, D]
+    kv_heads = vectors.shape[1]
     heads = []
     for head in range(weights.shape[1]):
         chosen = rows[:, head]
@@ -149,7 +152,7 @@ def _attention(
                 dead_rows=_mean(~has_weight(stats.row_sum[:, head]), chosen),
                 dead_slots=_mean(~read[:, head], keys),
                 max=_mean(stats.max[:, head], chosen),
-                anisotropy=anisotropy(vectors[:, :, group][keys]),
+                anisotropy=anisotropy(vectors[:, group][keys]),
             )
         )
     curve = tuple(_mean(top_share(weights, p, visible), rows) for p in percents)
@@ -175,10 +178,11 @@ def _memories(
 
 
 def _key_mask(record: AttentionRecord, batch: Mapping[str, Tensor], weights: Tensor) -> Tensor:
-    """Bool [B, Tk]: the keys of an attention that are no padding."""
-    side = "target_lengths" if record.site == "decoder" else "source_lengths"
-    positions = torch.arange(weights.shape[-1], device=weights.device)
-    return positions < batch[side].to(weights.device).unsqueeze(-1)
+    """Bool [B, Tk]: the keys of an attention that are no padding. Persistent slots come first."""
+    side = "target" if record.site == "decoder" else "source"
+    persistent = weights.shape[-1] - batch[side].shape[1]
+    positions = torch.arange(-persistent, batch[side].shape[1], device=weights.device)
+    return positions < batch[f"{side}_lengths"].to(weights.device).unsqueeze(-1)
 
 
 def _mean(values: Tensor, chosen: Tensor) -> float:
@@ -187,14 +191,14 @@ def _mean(values: Tensor, chosen: Tensor) -> float:
 
 @contextmanager
 def _capture_values(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Collect the value vectors [B, Tk, Hkv, D] of every attention, by "site.layer"."""
+    """Collect the value vectors [B, Hkv, Tk, D] of every attention, by "site.layer"."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if not isinstance(module, MultiHeadAttention):
                 continue
             part, layer, branch = name.split(".")[:3]
             site = "cross" if branch.startswith("cross") else part
-            hook = _ValueHook(values, f"{site}.{layer}", module.kv_heads)
+            hook = _ValueHook(values, f"{site}.{layer}", module)
             stack.callback(module.key_value.register_forward_hook(hook).remove)
         yield
 
@@ -203,11 +207,14 @@ def _capture_values(model: nn.Module, values: dict[str, Tensor]) -> Iterator[Non
 class _ValueHook:
     values: dict[str, Tensor]
     key: str
-    kv_heads: int
+    attention: MultiHeadAttention
 
     def __call__(self, _: nn.Module, __: Any, out: Tensor) -> None:
-        vectors = out.detach().chunk(2, dim=-1)[1].contiguous()
-        self.values[self.key] = vectors.view(*vectors.shape[:2], self.kv_heads, -1)
+        halves = out.detach().chunk(2, dim=-1)
+        keys, vectors = (split_heads(half, self.attention.kv_heads) for half in halves)
+        if self.attention.persistent is not None:
+            vectors = self.attention.persistent.extend(keys, vectors)[1]
+        self.values[self.key] = vectors
 
 
 def rounded(value: Any) -> Any:

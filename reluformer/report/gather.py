@@ -8,6 +8,7 @@ from typing import Any
 
 from reluformer import checkpoint
 from reluformer.errors import UserError
+from reluformer.files import real_path
 from reluformer.reading import (
     JSON_LIMIT,
     LOG_LIMIT,
@@ -24,6 +25,11 @@ from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, find_recor
 from reluformer.study.registry import STUDIES
 from reluformer.train import run_dir
 
+_TINY = (
+    "Budget tiny: generated text and models of two layers. These numbers show that the software "
+    "works; they decide nothing about the claims."
+)
+
 
 @dataclass(frozen=True)
 class StudySection:
@@ -39,6 +45,15 @@ class StudySection:
     """Attention maps for the interactive view."""
     remarks: list[str] = field(default_factory=list)
     """Paragraphs of `NAME.notes.md` beside the record, such as likely reasons for a verdict."""
+
+    @property
+    def progress(self) -> str:
+        """A sentence about cells that have not run; empty if all have ended."""
+        planned = len(self.record.planned)
+        left = planned - len(self.record.outcomes)
+        if not left:
+            return ""
+        return f"{left} of {planned} cells have not run; verdicts and tables are of the others."
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,12 @@ class Contents:
     runs: list[RunSection] = field(default_factory=list)
 
     @property
+    def notice(self) -> str:
+        """A warning about results that decide nothing; empty if there are none."""
+        is_tiny = any(section.record.budget == "tiny" for section in self.studies)
+        return _TINY if is_tiny else ""
+
+    @property
     def cells(self) -> dict[tuple[str, str], Outcome]:
         """Outcomes of all studies by folder and name; shared cells occur once."""
         return {
@@ -74,15 +95,17 @@ def gather(folders: Sequence[Path]) -> Contents:
         UserError: A folder does not exist, is damaged, or there is nothing to report.
     """
     studies = []
-    for path, record in find_records(folders):
-        with _named(path):
+    # A folder may be named twice, or with one inside it.
+    records = {real_path(path): (path, record) for path, record in find_records(folders)}
+    for path, record in records.values():
+        with damage_named(path):
             studies.append(_section(path, record))
     order = list(STUDIES)
     studies.sort(key=lambda s: order.index(s.record.study) if s.record.study in order else 99)
     runs = []
-    for folder in folders:
+    for folder in {real_path(folder): folder for folder in folders}.values():
         if (folder / checkpoint.RECIPE).is_file():
-            with _named(folder):
+            with damage_named(folder):
                 runs.append(_run(folder))
     if not studies and not runs:
         named = ", ".join(map(str, folders))
@@ -91,7 +114,7 @@ def gather(folders: Sequence[Path]) -> Contents:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def damage_named(path: Path) -> Iterator[None]:
     """Turn failures on values that no run or study writes into a UserError that names `path`."""
     try:
         yield
@@ -104,7 +127,7 @@ def _named(path: Path) -> Iterator[None]:
 def _section(path: Path, record: StudyRecord) -> StudySection:
     study = STUDIES.get(record.study)
     results = Results(record.outcomes, record.comparisons)
-    findings = Findings([], []) if study is None else study.conclude(results)
+    findings = Findings([], record.tables) if study is None else study.conclude(results)
     maps = path.with_name(path.name.removesuffix(SUFFIX) + MAPS_SUFFIX)
     shown = read_json(maps, LOG_LIMIT) if maps.is_file() else []
     notes = path.with_name(path.name.removesuffix(SUFFIX) + ".notes.md")

@@ -5,7 +5,7 @@ from importlib import resources
 
 from reluformer import __version__
 from reluformer.inspection import maps
-from reluformer.report.gather import Contents, RunSection, StudySection
+from reluformer.report.gather import Contents, RunSection, StudySection, damage_named
 from reluformer.report.provenance import cell_rows, facts, signatures
 from reluformer.report.svg import plot_svg
 from reluformer.study.findings import State, Table, Verdict
@@ -16,10 +16,8 @@ _CLASSES: dict[State, str] = {
     "does not hold here": "fails",
     "not measured": "unknown",
 }
-_TINY = (
-    "Budget tiny: generated text and models of two layers. These numbers show that the software "
-    "works; they decide nothing about the claims."
-)
+# Most characters of a value that is not broken.
+_ONE_LINE = 20
 
 
 def html_report(contents: Contents) -> str:
@@ -29,8 +27,12 @@ def html_report(contents: Contents) -> str:
     style = css + (maps.style() if has_maps else "")
     script = f"<script>\n{maps.script()}</script>" if has_maps else ""
     sections = [_summary(contents)] if contents.studies else []
-    sections += [_study(section) for section in contents.studies]
-    sections += [_run(run) for run in contents.runs]
+    for section in contents.studies:
+        with damage_named(section.path):
+            sections.append(_study(section))
+    for run in contents.runs:
+        with damage_named(run.folder):
+            sections.append(_run(run))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -57,9 +59,7 @@ def _summary(contents: Contents) -> str:
             )
     cells = contents.cells.values()
     minutes = sum(outcome.device_seconds for outcome in cells) / 60
-    notice = ""
-    if any(section.record.budget == "tiny" for section in contents.studies):
-        notice = f'<p class="notice">{_TINY}</p>'
+    notice = f'<p class="notice">{contents.notice}</p>' if contents.notice else ""
     return (
         f"{notice}<h2>All claims</h2>"
         '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'
@@ -79,6 +79,7 @@ def _study(section: StudySection) -> str:
     if study is not None:
         parts.append(f'<p class="soft">The paper: {escape(study.paper)} {escape(study.notes)}</p>')
     parts += [_verdict(verdict) for verdict in section.findings.verdicts]
+    parts += [f'<p class="notice">{escape(section.progress)}</p>'] * bool(section.progress)
     parts += [f"<p>{escape(remark)}</p>" for remark in section.remarks]
     parts += [_table(table) for table in section.findings.tables]
     if section.findings.plots:
@@ -101,7 +102,7 @@ def _verdict(verdict: Verdict) -> str:
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>"
+        "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>"
         for row in table.rows
     )
     text = ' class="text"' if len(table.columns) == 2 else ""
@@ -109,6 +110,12 @@ def _table(table: Table) -> str:
         f'<h3>{escape(table.title)}</h3><div class="scroll" tabindex="0"><table{text}><thead><tr>'
         f"{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
+
+
+def _cell(value: str) -> str:
+    """Text of a cell; a short value stays on one line, also in print."""
+    text = escape(value)
+    return text if len(value) > _ONE_LINE else text.replace(" ", "&nbsp;")
 
 
 def _provenance(section: StudySection) -> str:

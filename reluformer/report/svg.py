@@ -10,6 +10,8 @@ from reluformer.study.findings import Plot, Series
 _WIDTH, _HEIGHT = 520, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 44
 _COLOURS = 8
+# Most values of a logarithmic axis that are all its ticks.
+_MOST_MARKS = 6
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
@@ -21,17 +23,24 @@ class _Axis(NamedTuple):
     start: float
     end: float
     log: bool
+    marks: tuple[float, ...] = ()
+    """Ticks; empty for round numbers."""
 
     def place(self, value: float) -> float:
         value, low, high = (self._scaled(v) for v in (value, self.low, self.high))
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
+        if self.marks:
+            return list(self.marks)
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            decades = [10.0**e for e in range(first, last + 1)]
-            inside = [v for v in decades if self.low <= v <= self.high]
-            return inside if len(inside) > 1 else [self.low, self.high]
+            for parts in ((1,), (1, 2, 5), range(1, 10)):
+                values = [part * 10.0**e for e in range(first, last + 1) for part in parts]
+                inside = [value for value in values if self.low <= value <= self.high]
+                if len(inside) > 1:
+                    return inside
+            return [self.low, self.high]
         step = _nice((self.high - self.low) / 5)
         first = math.ceil(self.low / step)
         return [step * n for n in range(first, math.floor(self.high / step) + 1)]
@@ -48,6 +57,9 @@ def plot_svg(plot: Plot) -> str:
     if not xs or not ys:
         return f'<p class="empty">{escape(plot.title)}: nothing measured yet</p>'
     across = _axis(xs, _LEFT, _WIDTH - _RIGHT, log=plot.log_x)
+    if plot.log_x and len(set(xs)) <= _MOST_MARKS:
+        # Sizes are few powers of 2 and read better than powers of 10.
+        across = across._replace(marks=tuple(sorted(set(xs))))
     up = _axis(ys, _HEIGHT - _BOTTOM, _TOP, log=plot.log_y)
     marks = _grid(across, up) + _labels(plot)
     for number, series in enumerate(plot.series):
@@ -152,4 +164,4 @@ def _nice(step: float) -> float:
 def _number(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.1e}"
-    return f"{value:.4g}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"

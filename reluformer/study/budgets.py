@@ -7,7 +7,10 @@ works and decides nothing. `short` fits a GPU of 8 GB. `full` has the sizes of t
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, shorten
+
+# Numbers that torch accepts as seeds.
+_SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,11 @@ class Budget:
 
     def with_seeds(self, seeds: tuple[int, ...]) -> "Budget":
         """The budget with other seeds."""
-        if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-            raise UserError(f"seeds must be different numbers of at least 0, got {list(seeds)}")
+        valid = all(0 <= seed < _SEEDS for seed in seeds)
+        if not seeds or not valid or len(set(seeds)) < len(seeds):
+            raise UserError(
+                f"seeds must be different numbers from 0 to 2^63 - 1, got {shorten(list(seeds))}"
+            )
         return replace(self, seeds=seeds)
 
 

@@ -1,7 +1,7 @@
 """Cells and their outcomes: one training, probe or computation of a study, in one folder."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -104,11 +104,6 @@ class Summary:
     """Standard deviation over seeds; 0 for one seed."""
     seeds: int
 
-    def __str__(self) -> str:
-        if not self.seeds:
-            return "–"
-        return f"{self.mean:.3g}" if self.seeds == 1 else f"{self.mean:.4g} ± {self.spread:.2g}"
-
 
 def summarise(outcomes: Iterable[Outcome], name: str) -> Summary:
     """Mean and spread of a value over the finished outcomes that have it."""
@@ -118,13 +113,10 @@ def summarise(outcomes: Iterable[Outcome], name: str) -> Summary:
     return Summary(mean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
-def group(
-    outcomes: Iterable[Outcome], *by: str, where: Callable[[Outcome], bool] | None = None
-) -> dict[tuple[Any, ...], list[Outcome]]:
+def group(outcomes: Iterable[Outcome], *by: str) -> dict[tuple[Any, ...], list[Outcome]]:
     """Outcomes by the values of some labels, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Outcome]] = {}
     for outcome in outcomes:
-        if where is None or where(outcome):
-            key = tuple(outcome.labels.get(name) for name in by)
-            groups.setdefault(key, []).append(outcome)
+        key = tuple(outcome.labels.get(name) for name in by)
+        groups.setdefault(key, []).append(outcome)
     return groups

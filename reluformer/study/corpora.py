@@ -1,14 +1,17 @@
-"""Prepared folders for the corpora that cells name; the tiny budget generates its own."""
+"""Prepared folders for the corpora that cells name, given or generated."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reluformer.data.prepare import prepare
+from reluformer.config.data import GENERATED
+from reluformer.config.recipe import Recipe
+from reluformer.data.prepare import Prepared, prepare
 from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.files import real_path
-from reluformer.study.budgets import Budget
 
 TESTS: dict[str, tuple[str, ...]] = {
     "europarl-sent": ("test",),
@@ -27,39 +30,64 @@ _PARTS: dict[str, sample.Split] = {
 }
 
 
-def find_corpora(
-    names: Sequence[str], budget: Budget, root: Path, data_options: Sequence[str]
-) -> dict[str, Path]:
-    """Prepared folder of each corpus.
+def find_corpora(names: Sequence[str], data_options: Sequence[str]) -> dict[str, Path]:
+    """Folder where each corpus should be.
 
     Args:
         names: Corpora that the cells need.
-        budget: `tiny` uses generated text in place of every corpus.
-        root: Folder of the study's cells, below which generated text is written.
         data_options: Values of `--data`: a folder that holds all corpora by name, or NAME=FOLDER.
 
     Raises:
-        UserError: A corpus is not prepared; the message has the command that prepares it.
+        UserError: An option names a corpus that no study uses.
     """
-    if budget.name == "tiny" and not data_options:
-        return {name: _generate(root / "data", name) for name in names}
     mapped = dict(value.split("=", 1) for value in data_options if "=" in value)
+    for name in mapped:
+        if name not in TESTS:
+            raise UserError(f"data must name {' or '.join(TESTS)}, got {quote(name)}")
     parents = [Path(value) for value in data_options if "=" not in value] or [Path("data")]
     folders = {}
     for name in names:
         candidates = [Path(mapped[name])] if name in mapped else [p / name for p in parents]
-        folder = next((path for path in candidates if path.is_dir()), None)
-        if folder is None:
-            command = _PREPARE.format(name=name, size=_VOCABULARIES.get(name, 16_000))
+        folders[name] = next((path for path in candidates if path.is_dir()), candidates[0])
+    return {name: real_path(folder) for name, folder in folders.items()}
+
+
+def check_corpora(folders: Mapping[str, Path]) -> None:
+    """Raise UserError unless prepared folders, by corpus name, hold all that studies need."""
+    for name, folder in folders.items():
+        if not folder.is_dir():
+            command = _PREPARE.format(name=name, size=_VOCABULARIES[name])
             raise UserError(
-                f"corpus {name} is not prepared at {candidates[0]}; prepare it with `{command}`, "
+                f"corpus {name} is not prepared at {folder}; prepare it with `{command}`, "
                 f"or name its folder with --data {name}=FOLDER"
             )
-        folders[name] = real_path(folder)
-    return folders
+        prepared = Prepared.open(folder)
+        prepared.check()
+        for split in ("train", "dev", *TESTS[name]):
+            if split not in prepared.splits:
+                raise UserError(f"corpus {name} at {folder} has no split {split!r}")
 
 
-def _generate(parent: Path, name: str) -> Path:
+def generate_corpora(folders: Mapping[str, Path]) -> None:
+    """Generate and prepare the corpora of the tiny budget in their folders."""
+    for name, folder in folders.items():
+        _generate(folder.parent, name)
+
+
+def fingerprint(folder: Path) -> str:
+    """Identity of a prepared corpus: a checksum of its tokenizer and its encoded splits."""
+    manifest = Prepared.open(folder).manifest
+    content = {name: manifest.get(name) for name in ("tokenizer", "splits")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_sources(recipes: Sequence[Recipe]) -> None:
+    """Raise UserError unless the prepared folders that recipes name are complete."""
+    for source in {recipe.data.source for recipe in recipes} - set(GENERATED):
+        Prepared.open(source).check()
+
+
+def _generate(parent: Path, name: str) -> None:
     """Prepare generated sentences or documents under the corpus's name."""
     documents = name == "europarl-doc"
     texts = parent / f"{name}.text"
@@ -74,4 +102,3 @@ def _generate(parent: Path, name: str) -> Path:
             write_documents(files.source, files.target, pairs, marked=documents)
         splits[split] = [files]
     prepare(parent / name, splits, vocab_size=600)
-    return real_path(parent / name)

@@ -5,6 +5,7 @@ text of a corpus.
 """
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,18 @@ SUFFIX = ".counts.npz"
 
 # sacreBLEU's counts of a segment: length, reference length, 4 matches, 4 totals.
 _COLUMNS = 10
+
+
+# What numpy raises for files that are empty, cut or changed.
+_READ_ERRORS = (
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class Counts(NamedTuple):
@@ -49,7 +62,7 @@ def load_counts(folder: Path, test: str, level: Level) -> Counts | None:
             if level not in arrays:
                 return None
             counts = Counts(arrays[level].astype(np.int64), str(arrays["signature"]))
-    except (ValueError, KeyError, zipfile.BadZipFile) as error:
+    except _READ_ERRORS as error:
         raise UserError(f"{path} is damaged: {error}") from None
     if counts.table.ndim != 2 or counts.table.shape[1] != _COLUMNS:
         raise UserError(f"{path} is damaged: counts have shape {counts.table.shape}")

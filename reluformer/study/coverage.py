@@ -6,11 +6,13 @@ Exits with status 1 if anything is missing.
 """
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from reluformer.console import guarded
+from reluformer.study.budgets import BUDGETS
 from reluformer.study.cells import Outcome
 from reluformer.study.definition import Requirement, Study
 from reluformer.study.record import find_records
@@ -56,14 +58,15 @@ def _matches(outcome: Outcome, requirement: Requirement) -> bool:
 
 @guarded
 def main() -> None:
-    """Print what is there and what is missing; `--budget NAME` counts another budget."""
-    arguments = sys.argv[1:]
-    budget = "full"
-    if "--budget" in arguments:
-        at = arguments.index("--budget")
-        budget = arguments[at + 1]
-        del arguments[at : at + 2]
-    rows = coverage([Path(argument) for argument in arguments or ["results"]], budget)
+    """Print what is there and what is missing."""
+    parser = ArgumentParser(
+        prog="python -m reluformer.study.coverage",
+        description="Counts cells and seeds against what the full budget requires.",
+    )
+    parser.add_argument("folders", nargs="*", type=Path, default=[Path("results")])
+    parser.add_argument("--budget", choices=BUDGETS, default="full", help="count another budget")
+    options = parser.parse_args()
+    rows = coverage(options.folders, options.budget)
     for row in rows:
         print(f"{row.study}: {row.present} of {row.required} cells")
         for line in row.missing:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from reluformer.config.recipe import Recipe
+from reluformer.info import info
 from reluformer.study.cells import Cell, Outcome
 
 # Effective training speed per streaming multiprocessor and per CPU core, in FLOP/s. Measured: the
@@ -37,8 +38,15 @@ class Needs(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.cells} cells to run, {self.tokens / 1e6:,.1f} M target tokens to train, about "
-            f"{max(self.minutes, 0.1):.1f} minutes and {self.gigabytes:.1f} GB"
+            f"{_duration(self.minutes)} and {self.gigabytes:.1f} GB"
         )
+
+
+def _duration(minutes: float) -> str:
+    """A time in a unit that reads well."""
+    if minutes < 90:
+        return f"{max(minutes, 0.1):.1f} minutes"
+    return f"{minutes / 60:.1f} hours" if minutes < 2880 else f"{minutes / 1440:,.0f} days"
 
 
 def estimate(
@@ -48,10 +56,13 @@ def estimate(
 
     Args:
         cells: Cells that have not ended, with the recipes of trainings.
-        finished: Outcomes of this study; their measured speed replaces the model of it.
+        finished: Outcomes of this study; a speed that was measured on this machine replaces the
+            model of it.
         jobs: Cells that run at the same time.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    devices = info()["devices"]
+    here = [o for o in finished if o.detail.get("machine", {}).get("devices") == devices]
     tokens, seconds, sizes = 0, 0.0, [0.0]
     for cell, recipe in cells:
         if recipe is None:
@@ -61,7 +72,7 @@ def estimate(
             _FILL * recipe.train.steps * recipe.train.batch_tokens * recipe.train.accumulate
         )
         tokens += count
-        speed = _measured_speed(cell, finished) or device_speed(device) / flops_per_token(recipe)
+        speed = _measured_speed(cell, here) or device_speed(device) / flops_per_token(recipe)
         seconds += count / speed + _OVERHEAD[device]
         sizes.append(memory_of(recipe) / 1e9)
     # A GPU divides its speed among cells; CPU cores work side by side.

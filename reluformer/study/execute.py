@@ -27,7 +27,9 @@ from reluformer.reading import LOG_LIMIT, parse_json, read_json_object, read_tex
 from reluformer.study import probes, theory
 from reluformer.study.budgets import Budget, lookup_budget
 from reluformer.study.cells import Cell, Outcome
+from reluformer.study.corpora import fingerprint
 from reluformer.study.finishing import finish_cell
+from reluformer.study.queue import end_with_runner
 from reluformer.study.tasks import TASKS, train_task
 from reluformer.train import run_dir, train
 
@@ -243,8 +245,10 @@ def _described(job: Job) -> dict[str, Any]:
     return {
         "recipe": job.cell.recipe,
         "settings": dict(job.cell.settings),
+        "assignments": list(job.assignments),
         "parent": job.cell.parent,
         "corpus": job.cell.corpus,
+        "data": None if job.corpus is None else fingerprint(job.corpus),
         "budget": job.budget.name,
         "commit": commit(),
         "machine": {k: machine[k] for k in ("reluformer", "python", "packages", "devices")},
@@ -266,6 +270,7 @@ def _mean(values: list[float]) -> float:
 @guarded
 def main() -> None:
     """Execute the job whose file is the only argument."""
+    end_with_runner()
     execute(Job.load(Path(sys.argv[1])))
 
 

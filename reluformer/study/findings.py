@@ -74,21 +74,37 @@ def decide(
 
     Args:
         claim: The claim in words.
-        value: The number that decides; NaN if it was not measured.
+        value: The number that decides; NaN if it was not measured, infinite if it is a difference
+            and one side diverged.
         holds: The claim holds from this value on.
         partly: The claim holds partly above this value.
         unit: Text behind the number.
         rule: The rule in words.
         signed: Show the sign of a positive number.
     """
-    if not math.isfinite(value):
+    if math.isnan(value):
         return Verdict(claim, "not measured", "–", rule)
-    state: State = "does not hold here"
+    state = _state(value, holds, partly)
+    if math.isinf(value):
+        return Verdict(claim, state, "one of the two diverged", rule)
+    sign = "+" if signed else ""
+    # Two decimals, or as many as it takes to see on which side of a limit the number is.
+    shown = (f"{value:{sign}.{places}f}" for places in range(2, 18))
+    number = next((s for s in shown if _state(float(s), holds, partly) == state), str(value))
+    return Verdict(claim, state, f"{number} {unit}".strip(), rule)
+
+
+def _state(value: float, holds: float, partly: float) -> State:
     if value >= holds:
-        state = "holds"
-    elif value > partly:
-        state = "holds partly"
-    return Verdict(claim, state, f"{value:{'+' if signed else ''}.2f} {unit}".strip(), rule)
+        return "holds"
+    return "holds partly" if value > partly else "does not hold here"
+
+
+def show_number(value: float, form: str = "+.2f") -> str:
+    """A number as text, also if it was not measured or one side of a difference diverged."""
+    if math.isnan(value):
+        return "–"
+    return "diverged" if math.isinf(value) else f"{value:{form}}"
 
 
 def combine(claim: str, parts: Sequence[bool | None], number: str, rule: str) -> Verdict:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 _POLL = 0.1
 # A longer time between two polls means that the runner was suspended.
 _LONGEST_POLL = 1.0
+# Environment variable with the process of the queue.
+_RUNNER = "RELUFORMER_STUDY_RUNNER"
 
 
 @dataclass
@@ -35,7 +38,7 @@ class JobQueue:
     end: float
     logs: Path
     """Folder of one log file a command; a log grows over several starts."""
-    report: Callable[[str], None] = print
+    report: Callable[[str], None]
     clocks: dict[str, Clock] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """Exit status and last log line of each command that failed before the clock ended."""
@@ -84,7 +87,7 @@ class JobQueue:
                 process = live.pop(name).process
                 process.kill()
                 process.wait()
-                self.report(f"{name}: cut by the clock; the next call goes on")
+                self.report(f"{name}: stopped; the next call goes on")
         return succeeded
 
     def _start(self, name: str, command: list[str]) -> _Job:
@@ -125,6 +128,23 @@ def start_mps() -> None:
     subprocess.run(["sh", "-c", "nvidia-cuda-mps-control -d >/dev/null 2>&1"], check=False)
 
 
+def end_with_runner() -> None:
+    """End this process, a command of a queue, when the process of the queue has ended.
+
+    A killed runner cannot stop its commands, which would go on beside those of the next call.
+    """
+    runner = int(os.environ.get(_RUNNER, 0))
+
+    def watch() -> None:
+        while os.getppid() == runner:
+            time.sleep(_POLL)
+        os._exit(1)
+
+    if runner:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def _environment() -> dict[str, str]:
     """One thread a process: processes side by side would otherwise contend for all cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", _RUNNER: str(os.getpid())}
+    return {**os.environ, **own}

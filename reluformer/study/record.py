@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from reluformer.config.schema import build
 from reluformer.errors import UserError
 from reluformer.files import write_text
+from reluformer.info import info
 from reluformer.reading import JSON_LIMIT, parse_json, read_text
 from reluformer.study.cells import Outcome
 from reluformer.study.findings import Comparison, Table
@@ -44,6 +45,12 @@ class StudyRecord:
         """Minutes of the device that the cells took."""
         return sum(outcome.device_seconds for outcome in self.outcomes) / 60
 
+    def with_origin(self, earlier: "StudyRecord") -> "StudyRecord":
+        """This record with the command, date and commit of an earlier one of the same cells."""
+        if [o.name for o in self.outcomes] != [o.name for o in earlier.outcomes]:
+            return self
+        return replace(self, command=earlier.command, date=earlier.date, commit=earlier.commit)
+
     def save(self, path: Path) -> None:
         """Write the record as JSON with one line a cell.
 
@@ -63,6 +70,15 @@ class StudyRecord:
             return build(cls, parse_json(text, path))
         except UserError as error:
             raise UserError(f"{path} is no record of a study: {error}") from None
+
+
+def machine_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Versions and devices of the cells; of this machine if no cell has ended."""
+    for outcome in outcomes:
+        if "machine" in outcome.detail:
+            return dict(outcome.detail["machine"])
+    described = info()
+    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}
 
 
 def _without_heads(outcome: dict[str, Any]) -> dict[str, Any]:

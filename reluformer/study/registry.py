@@ -55,6 +55,8 @@ def study_from_file(path: Path) -> Study:
     The file has `recipe`, `common` (settings of all runs) and `runs` (settings by name). A run
     whose `train.start_from` ends in the name of another run starts from that run.
     """
+    if path.stem in STUDIES:
+        raise UserError(f"{path}: a file must not have the name of the study {path.stem}")
     values = _read(path)
     cells = [_cell(path.stem, name, values) for name in values["runs"]]
     names = ", ".join(values["runs"])

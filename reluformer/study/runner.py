@@ -8,34 +8,41 @@ Layout of the output folder, with one folder a cell that all studies share:
 """
 
 import datetime
-import fnmatch
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from reluformer.checkpoint import finished_model
-from reluformer.errors import UserError
+from reluformer.config.recipe import Recipe
 from reluformer.files import check_folder, real_path, write_json
-from reluformer.info import commit, info
+from reluformer.info import commit
+from reluformer.locks import lock_file
 from reluformer.study.budgets import Budget
-from reluformer.study.cells import Cell, Outcome, Outcomes, load_outcome
-from reluformer.study.corpora import TESTS, find_corpora
+from reluformer.study.cells import Cell, Outcome, Outcomes
+from reluformer.study.clocks import add_clocks
+from reluformer.study.corpora import (
+    TESTS,
+    check_corpora,
+    check_sources,
+    find_corpora,
+    generate_corpora,
+)
 from reluformer.study.definition import Plan, Results, Study
 from reluformer.study.estimate import estimate
 from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import Comparison
 from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
-from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord
+from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, machine_of
+from reluformer.study.selection import select, set_aside
 from reluformer.study.significance import compare_cells
+from reluformer.study.stored import check_data, check_outcomes, load_outcomes
 
 # Minutes after which a study on a CPU deserves a warning.
 _PATIENCE = 120.0
@@ -56,12 +63,18 @@ class RunOptions:
     """Further settings of all trainings."""
     only: Sequence[str] = ()
     """Patterns of names of cells to run, in this order, as in a shell; empty for all."""
-    report: Callable[[str], None] = print
+    report: Callable[[str], None] = partial(print, flush=True)
+    """Shows a line at once; a study takes hours, and its output may be a file."""
 
     @property
     def root(self) -> Path:
         """Folder of the cells."""
         return real_path(self.out / self.budget.name)
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether generated text takes the place of all corpora."""
+        return self.budget.name == "tiny" and not self.data
 
 
 @dataclass
@@ -77,9 +90,13 @@ class _Run:
 
     def cells(self, outcomes: Outcomes) -> list[Cell]:
         """The selected cells of all studies as planned now, each once."""
-        plan = Plan(self.options.budget, outcomes)
+        options = self.options
+        plan = Plan(options.budget, outcomes)
         cells = {cell.name: cell for study in self.studies for cell in study.plan(plan)}
-        return select(list(cells.values()), self.options.only)
+        check_outcomes(
+            list(cells.values()), outcomes, options.root, options.budget, options.assignments
+        )
+        return select(list(cells.values()), options.only)
 
     def job(self, cell: Cell) -> Job:
         """The cell with the folders it needs."""
@@ -92,10 +109,10 @@ class _Run:
 
     def ready(self) -> dict[str, list[str]]:
         """Commands of the cells that can run now."""
-        _add_clocks(self)
+        add_clocks(self.queue, self.options.root)
         outcomes = self.outcomes()
         cells = self.cells(outcomes)
-        set_aside(cells, outcomes, self.options)
+        set_aside(cells, outcomes, self.options.root, self.options.report)
         left = [cell for cell in cells if cell.name not in outcomes]
         return {cell.name: _command(self, cell) for cell in _ready(self, left, outcomes)}
 
@@ -105,95 +122,66 @@ def run_studies(studies: Sequence[Study], options: RunOptions) -> list[StudyReco
 
     Cells that have ended are not run again. Cells that fail are reported and tried again at the
     next call. Cells that the clock cuts go on at the next call.
+
+    Raises:
+        UserError: A setting cannot work, a result has other settings, or a corpus is not prepared.
+            Nothing has been written. Or another process runs studies in the folder.
     """
     check_folder(options.root)
     end = time.monotonic() + 60 * (options.minutes if options.minutes is not None else 1e6)
     queue = JobQueue(options.jobs, end, options.root / "logs", options.report)
     run = _Run(studies, options, queue)
-    if options.jobs > 1 and torch.cuda.is_available():
-        start_mps()
     outcomes = run.outcomes()
     cells = run.cells(outcomes)
     names = list(dict.fromkeys(cell.corpus for cell in cells if cell.corpus is not None))
-    run.corpora = find_corpora(names, options.budget, options.root, options.data)
+    run.corpora = (
+        {name: options.root / "data" / name for name in names}
+        if options.is_generated
+        else find_corpora(names, options.data)
+    )
+    left = _announce(run, cells, outcomes)
+    if not options.is_generated:
+        check_corpora(run.corpora)
+    check_sources([recipe for cell, recipe in left if cell.corpus is None and recipe is not None])
     options.root.mkdir(parents=True, exist_ok=True)
-    _announce(run, cells, outcomes)
-    try:
-        queue.run(run.ready)
-    finally:
-        _add_clocks(run)
-    return [_finish(run, study) for study in studies]
+    message = f"{options.root} is in use by another study; one call can run several studies"
+    with lock_file(options.root / ".lock", message, remove=True):
+        if options.is_generated:
+            generate_corpora(run.corpora)
+        check_data(outcomes, options.root, run.corpora)
+        if options.jobs > 1 and torch.cuda.is_available():
+            start_mps()
+        try:
+            ran = queue.run(run.ready)
+        finally:
+            add_clocks(queue, options.root)
+        return [_finish(run, study, ran) for study in studies]
 
 
-def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Cells whose names match a pattern, in the order of the patterns; without patterns, all.
+def _finish(run: _Run, study: Study, ran: Sequence[str]) -> StudyRecord:
+    """Write the record of a study, and the attention maps that it shows.
 
-    A cell comes after the one it starts from, which need not match.
-
-    Raises:
-        UserError: No cell matches a pattern.
+    A call that ran no cell of the study keeps the origin of its numbers.
     """
-    if not patterns:
-        return list(cells)
-    by_name = {cell.name: cell for cell in cells}
-    chosen: dict[str, Cell] = {}
-
-    def choose(cell: Cell) -> None:
-        if cell.parent is not None:
-            choose(by_name[cell.parent])
-        chosen.setdefault(cell.name, cell)
-
-    for pattern in patterns:
-        names = fnmatch.filter(by_name, pattern)
-        if not names:
-            raise UserError(f"only must match a cell, such as {cells[0].name}, got {pattern!r}")
-        for name in names:
-            choose(by_name[name])
-    return list(chosen.values())
-
-
-def set_aside(cells: Sequence[Cell], outcomes: dict[str, Outcome], options: RunOptions) -> None:
-    """Plan models again that cells start from and whose weights are gone.
-
-    Results are often kept without weights. The earlier result moves to the folder `earlier`.
-    """
-    by_name = {cell.name: cell for cell in cells}
-    left = [cell for cell in cells if cell.name not in outcomes]
-    while left:
-        parent = left.pop().parent
-        if parent is None or parent not in outcomes or not outcomes[parent].finished:
-            continue
-        folder = options.root / parent
-        if finished_model(folder) is None:
-            place = options.root / "earlier" / parent
-            shutil.rmtree(place, ignore_errors=True)
-            place.parent.mkdir(exist_ok=True)
-            folder.rename(place)
-            del outcomes[parent]
-            options.report(f"{parent}: trained again, its weights are not in {folder}")
-            left.append(by_name[parent])
-
-
-def _finish(run: _Run, study: Study) -> StudyRecord:
-    """Write the record of a study, and the attention maps that it shows."""
     root = run.options.root
+    path = root / f"{study.name}{SUFFIX}"
     record = _conclude(run, study)
-    record.save(root / f"{study.name}{SUFFIX}")
+    if path.is_file() and not set(ran) & set(record.planned):
+        record = record.with_origin(StudyRecord.load(path))
+    record.save(path)
     maps = study_maps(study, record.outcomes, root, run.corpora) if study.mapped else []
     if maps:
         write_json(root / f"{study.name}{MAPS_SUFFIX}", maps)
     return record
 
 
-def load_outcomes(root: Path) -> list[Outcome]:
-    """Outcomes of all cells in a folder."""
-    folders = sorted(root.iterdir()) if root.is_dir() else []
-    loaded = (load_outcome(path) for path in folders if path.is_dir())
-    return [outcome for outcome in loaded if outcome is not None]
+def _announce(
+    run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]
+) -> list[tuple[Cell, Recipe | None]]:
+    """Say what the study needs; return the cells that are left, with the recipes of trainings.
 
-
-def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) -> None:
-    """Say what the study needs; settings that cannot work are refused here."""
+    Settings that cannot work are refused here.
+    """
     left = [cell for cell in cells if cell.name not in outcomes]
     with_recipes = [(c, recipe_of(run.job(c)) if c.work == "train" else None) for c in left]
     done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
@@ -208,6 +196,7 @@ def _announce(run: _Run, cells: Sequence[Cell], outcomes: dict[str, Outcome]) ->
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         if needs.gigabytes > memory:
             say(f"warning: the GPU has {memory:.0f} GB; use fewer --jobs or --budget short")
+    return with_recipes
 
 
 def _ready(run: _Run, left: Sequence[Cell], outcomes: dict[str, Outcome]) -> list[Cell]:
@@ -236,27 +225,10 @@ def _command(run: _Run, cell: Cell) -> list[str]:
     return [sys.executable, "-m", "reluformer.study.execute", str(path)]
 
 
-def _add_clocks(run: _Run) -> None:
-    """Add the time of cells that do not run now to their outcomes, or keep it if they go on."""
-    for name, clock in run.queue.collect_clocks().items():
-        folder = run.options.root / name
-        outcome = load_outcome(folder)
-        path = run.options.root / "logs" / f"{name}.seconds"
-        earlier = [float(part) for part in path.read_text().split()] if path.is_file() else [0, 0]
-        seconds = earlier[0] + clock.seconds, earlier[1] + clock.device_seconds
-        if outcome is None:
-            path.write_text(f"{seconds[0]} {seconds[1]}\n")
-        else:
-            path.unlink(missing_ok=True)
-            replace(
-                outcome, seconds=round(seconds[0], 1), device_seconds=round(seconds[1], 1)
-            ).save(folder)
-
-
 def _conclude(run: _Run, study: Study) -> StudyRecord:
     outcomes = run.outcomes()
-    cells = study.plan(Plan(run.options.budget, outcomes))
-    ended = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
+    planned = [cell.name for cell in study.plan(Plan(run.options.budget, outcomes))]
+    ended = [outcomes[name] for name in planned if name in outcomes]
     comparisons: list[Comparison] = []
     if study.contrast is not None:
         comparisons = compare_cells(
@@ -268,20 +240,11 @@ def _conclude(run: _Run, study: Study) -> StudyRecord:
         date=datetime.date.today().isoformat(),
         command=shlex.join(["reluformer", *sys.argv[1:]]),
         commit=commit(),
-        machine=_machine(ended),
+        machine=machine_of(ended),
         folder=os.path.relpath(run.options.root),
-        planned=[cell.name for cell in cells],
-        failed=dict(run.queue.failed),
+        planned=planned,
+        failed={name: why for name, why in run.queue.failed.items() if name in planned},
         outcomes=ended,
         comparisons=comparisons,
         tables=study.conclude(Results(ended, comparisons)).tables,
     )
-
-
-def _machine(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Versions and devices of the cells; of this machine if no cell has ended."""
-    for outcome in outcomes:
-        if "machine" in outcome.detail:
-            return dict(outcome.detail["machine"])
-    described = info()
-    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}

@@ -36,14 +36,18 @@ class AttentionMaps(NamedTuple):
 def compute_maps(
     model: ReLUFormer, tokenizer: Tokenizer, source: Sequence[int], target: Sequence[int]
 ) -> AttentionMaps:
-    """Record the weights of all attentions for source and target ids without start and end."""
+    """Record the weights of all attentions for source and target ids without start and end.
+
+    Persistent slots, which are no tokens, are left out.
+    """
     device = model.target_embedding.weight.device
     source, target = [*source, tokenizer.eos], [tokenizer.bos, *target]
     batch = {"source": torch.tensor([source]), "target": torch.tensor([target])}
     maps = attention_maps(model, {name: ids.to(device) for name, ids in batch.items()})
+    keys = {"encoder": len(source), "decoder": len(target), "cross": len(source)}
     sites = {
-        site: torch.stack([weights[0].cpu() for (s, _), weights in maps.items() if s == site])
-        for site in ("encoder", "decoder", "cross")
+        site: torch.stack([w[0, ..., -count:].cpu() for (s, _), w in maps.items() if s == site])
+        for site, count in keys.items()
     }
     return AttentionMaps(_texts(tokenizer, source), _texts(tokenizer, target), **sites)
 

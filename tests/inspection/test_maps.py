@@ -73,13 +73,16 @@ def test_dev_is_the_default_text(runs: list[Path], tmp_path: Path) -> None:
     assert _data((tmp_path / "maps.html").read_text(encoding="utf-8"))["models"][0]["texts"]
 
 
-def test_mistakes_are_named(runs: list[Path]) -> None:
+def test_mistakes_are_named(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="top must be numbers above 0"):
         inspect(runs[0], top="0,x")
     with pytest.raises(UserError, match="which needs --maps"):
         inspect(runs[0], against=runs[1])
     with pytest.raises(UserError, match="examples must be at least 1, got 0"):
         inspect(runs[0], examples=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="device is cuda, but torch finds no GPU"):
+        inspect(runs[0], device="cuda")
 
 
 def test_the_script_is_valid(tmp_path: Path) -> None:
@@ -91,6 +94,13 @@ def test_the_script_is_valid(tmp_path: Path) -> None:
         subprocess.run(["node", "--check", str(tmp_path / "map.js")], check=True)
     except FileNotFoundError:
         pytest.skip("node is not installed")
+
+
+def test_texts_cannot_end_or_extend_the_script_element() -> None:
+    model = {"name": "m", "texts": [{"name": "</script> <!--<script>"}]}
+    page = map_page([model])
+    assert page.count("</script>") == 2 and "<!--" not in page
+    assert _data(page) == {"models": [model]}
 
 
 def _data(page: str) -> dict[str, Any]:

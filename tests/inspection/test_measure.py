@@ -54,6 +54,20 @@ def test_keys_that_no_query_reads_are_dead() -> None:
     assert all(head.dead_slots == 0 for a in softmax.attentions for head in a.heads)
 
 
+def test_persistent_slots_are_keys_before_the_tokens() -> None:
+    model, inputs = ReLUFormer(small("softmax", memory="persistent")).eval(), batch()
+    attention = model.encoder[0].self_attention.attention
+    assert attention.persistent is not None
+    with torch.no_grad():
+        for vectors in (attention.persistent.values, attention.key_value.bias):
+            vectors.fill_(1)
+        attention.key_value.weight.zero_()
+    result = inspect_model(model, inputs)
+    # Learned values and those of the tokens point in one direction.
+    assert all(h.anisotropy == pytest.approx(1) for h in result.attentions[0].heads)
+    assert all(h.dead_slots == 0 for a in result.attentions for h in a.heads)
+
+
 def test_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = inspect_model(ReLUFormer(small()), batch())
     assert not any(math.isnan(branch.ratio) for branch in result.branches)

@@ -1,13 +1,19 @@
 """What a report reads."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reluformer.errors import UserError
-from reluformer.report.gather import gather
+from reluformer.report.gather import Contents, gather
 from reluformer.report.html import html_report
+from reluformer.report.markdown import markdown_report
+from reluformer.study.cells import Outcome
+from reluformer.study.findings import Table
+from reluformer.study.record import StudyRecord
 
 
 def test_a_single_run_is_reported(tmp_path: Path) -> None:
@@ -23,7 +29,50 @@ def test_a_single_run_is_reported(tmp_path: Path) -> None:
     text = "".join(json.dumps(point) + "\n" for point in points)
     (run / "metrics.jsonl").write_text(text, encoding="utf-8")
     page = html_report(gather([run]))
-    assert "nll 1.250" in page and page.count("<svg") == 3
+    assert "nll&nbsp;1.250" in page and page.count("<svg") == 3
+
+
+def record(folder: Path, **changes: Any) -> StudyRecord:
+    """The record of a study from a file: one of two cells has ended."""
+    table = Table("Runs", ["run", "BLEU"], [["a long name of a run", "20.00"]])
+    values: dict[str, Any] = {
+        "study": "mine", "budget": "tiny", "date": "", "command": "", "commit": None,
+        "machine": {}, "folder": "out", "planned": ["mine.a", "mine.b"], "tables": [table],
+        "outcomes": [Outcome("mine.a", {}, "finished", {})],
+    }  # fmt: skip
+    made = StudyRecord(**(values | changes))
+    made.save(folder / f"{made.study}.study.json")
+    return made
+
+
+def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path) -> None:
+    made = record(tmp_path)
+    contents = gather([tmp_path])
+    assert contents.studies[0].findings.tables == made.tables
+    for text in (html_report(contents), markdown_report(contents)):
+        assert "1 of 2 cells have not run; verdicts and tables are of the others." in text
+        assert "20.00" in text and "they decide nothing about the claims" in text
+    assert "\n| --- | ---: |\n| a long name of a run | 20.00 |\n" in text
+    record(tmp_path, planned=["mine.a"])
+    assert "have not run" not in html_report(gather([tmp_path]))
+    record(tmp_path, failed={"mine.b": "exit status 1"})
+    assert "failed in the last call: mine.b: exit status 1" in markdown_report(gather([tmp_path]))
+
+
+def test_a_folder_that_is_named_twice_is_reported_once(tmp_path: Path) -> None:
+    record(tmp_path)
+    assert len(gather([tmp_path, tmp_path, tmp_path / "mine.study.json"]).studies) == 1
+
+
+@pytest.mark.parametrize("report", [html_report, markdown_report])
+def test_damage_that_shows_late_names_the_record(
+    tmp_path: Path, report: Callable[[Contents], str]
+) -> None:
+    damaged = Outcome("mine.a", {}, "finished", {}, {"scores": {"test": None}})
+    record(tmp_path, outcomes=[damaged])
+    contents = gather([tmp_path])
+    with pytest.raises(UserError, match="mine.study.json is damaged: AttributeError"):
+        report(contents)
 
 
 def test_nothing_to_report_is_a_mistake(tmp_path: Path) -> None:

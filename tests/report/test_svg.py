@@ -25,6 +25,21 @@ def test_plots_are_well_formed_and_inside_their_frame(log: bool) -> None:
     assert "± 0.1" in text
 
 
+@pytest.mark.parametrize(
+    ("xs", "ticks"),
+    [
+        ([32.0, 512.0, 4096.0], ["32", "512", "4096"]),
+        ([2.0**n for n in range(3, 14)], ["10", "100", "1000", "10000"]),
+        ([16.0 * n for n in range(1, 8)], ["20", "50", "100"]),
+        ([2000.0 * n for n in range(1, 8)], ["2000", "5000", "10000"]),
+    ],
+)
+def test_a_logarithmic_axis_has_readable_ticks(xs: list[float], ticks: list[str]) -> None:
+    plot = Plot("t", "x", "y", [Series("a", xs, [1.0] * len(xs))], log_x=True)
+    texts = ElementTree.fromstring(plot_svg(plot)).findall(".//text")
+    assert [text.text for text in texts if text.get("y") == "292.0"] == ticks
+
+
 def test_a_plot_without_points_says_so() -> None:
     assert "nothing measured yet" in plot_svg(Plot("t", "x", "y", []))
     flat = plot_svg(Plot("t", "x", "y", [Series("a", [1.0], [0.0])]))

@@ -50,6 +50,14 @@ def test_verdicts_follow_their_rule(value: float, state: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "number"),
+    [(0.5, "+0.50 BLEU"), (0.4996, "+0.4996 BLEU"), (0.504, "+0.50 BLEU"), (1e-5, "+0.00001 BLEU")],
+)
+def test_numbers_agree_with_their_verdict(value: float, number: str) -> None:
+    assert decide("c", value, holds=0.5, partly=0.0, unit="BLEU", rule="r").number == number
+
+
+@pytest.mark.parametrize(
     ("parts", "state"),
     [
         ([True, True], "holds"),

@@ -1,5 +1,8 @@
 """Commands side by side, their clocks and their failures."""
 
+import os
+import select
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,7 +34,7 @@ def test_failures_say_why_and_cut_commands_do_not(tmp_path: Path) -> None:
     queue.end = time.monotonic() + 0.3
     slow = {"slow": python("import time; time.sleep(60)")}
     assert queue.run(lambda: slow) == []
-    assert "slow" not in queue.failed and "slow: cut by the clock" in lines[-1]
+    assert "slow" not in queue.failed and "slow: stopped" in lines[-1]
 
 
 def test_time_of_the_device_is_shared(tmp_path: Path) -> None:
@@ -82,3 +85,22 @@ def test_a_command_that_becomes_ready_does_not_wait_for_the_others(tmp_path: Pat
     }
     assert clocks["slow"].seconds > clocks["quick"].seconds
     assert not queue.clocks
+
+
+def test_commands_end_with_a_runner_that_is_killed(tmp_path: Path) -> None:
+    """Also if the runner is killed before the command watches it, as during imports."""
+    watched = "import time; from reluformer.study.queue import end_with_runner as watch; "
+    command = watched + "time.sleep(0.3); watch(); print('watching', flush=True); time.sleep(60)"
+    runner = (
+        "import os, sys, time; from pathlib import Path; from reluformer.study import queue\n"
+        f"jobs = queue.JobQueue(1, time.monotonic() + 60, Path({str(tmp_path)!r}), print)\n"
+        f"jobs._start('cell', [sys.executable, '-c', {command!r}])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    # The command inherits this pipe as its input; the pipe closes when the command ends.
+    read, write = os.pipe()
+    killed = subprocess.run([sys.executable, "-c", runner], stdin=write, check=False)
+    os.close(write)
+    assert killed.returncode == -9 and select.select([read], [], [], 30)[0]
+    assert not (tmp_path / "cell.log").read_text()
+    os.close(read)

@@ -1,32 +1,36 @@
 """A study runs end to end on the tiny budget, resumes, and is reported."""
 
+import io
 import json
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from reluformer.cli import studies as command
 from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
+from reluformer.info import info
+from reluformer.locks import lock_file
 from reluformer.report.gather import gather
 from reluformer.report.html import html_report
 from reluformer.report.markdown import markdown_report
 from reluformer.study import coverage
 from reluformer.study.budgets import BUDGETS, lookup_budget
 from reluformer.study.cells import Cell, Outcome, load_outcome
-from reluformer.study.corpora import find_corpora
+from reluformer.study.corpora import check_corpora, find_corpora, generate_corpora
 from reluformer.study.definition import Plan, Results
+from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
 from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
-from reluformer.study.runner import (
-    RunOptions,
-    load_outcomes,
-    run_studies,
-    select,
-    set_aside,
-)
+from reluformer.study.runner import RunOptions, run_studies
+from reluformer.study.selection import select, set_aside
+from reluformer.study.stored import load_outcomes
+from reluformer.study.variants import sentence_cell
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("train.steps=4", "train.dev_every=4", "train.checkpoint_every=2", "train.log_every=2")
@@ -72,6 +76,24 @@ def test_ended_cells_are_never_run_again(finished: tuple[Path, StudyRecord, list
     again = run_studies([study], RunOptions(out, TINY, assignments=SMALL, report=lines.append))[0]
     assert again.outcomes == first.outcomes and len(lines) == 2
     assert (folder / "cell.json").stat().st_mtime_ns == written
+
+
+def test_a_call_that_runs_nothing_keeps_the_origin_of_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "tiny" / "theory.study.json"
+    options = RunOptions(tmp_path, TINY, report=lambda _: None, minutes=0.0)
+
+    def run() -> StudyRecord:
+        (record,) = run_studies([STUDIES["theory"]], options)
+        assert record == StudyRecord.load(path)
+        return record
+
+    earlier = replace(run(), command="reluformer study all", date="2026-01-01")
+    earlier.save(path)
+    assert run() == earlier
+    (cell,) = STUDIES["theory"].plan(Plan(TINY))
+    detail = {"budget": "tiny", "recipe": "", "corpus": None, "settings": {}}
+    Outcome(cell.name, cell.labels, "finished", {}, detail).save(tmp_path / "tiny" / cell.name)
+    assert run().date != "2026-01-01"
 
 
 def test_the_report_has_verdicts_tables_signatures_and_maps(
@@ -132,7 +154,7 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
     tmp_path: Path, kept: tuple[str, ...], again: list[str]
 ) -> None:
     lines: list[str] = []
-    options = RunOptions(tmp_path, TINY, report=lines.append)
+    options = RunOptions(tmp_path, TINY)
     outcomes = {name: Outcome(name, {}, "finished", {}) for name in ("start", "middle", "other")}
     for name, outcome in outcomes.items():
         (options.root / name / "model").mkdir(parents=True)
@@ -140,7 +162,7 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
         if name in kept:
             (options.root / name / "model" / "config.json").touch()
     left = dict(outcomes)
-    set_aside(CHAIN, left, options)
+    set_aside(CHAIN, left, options.root, lines.append)
     assert sorted(outcomes.keys() - left.keys()) == again
     assert sorted(line.split(":")[0] for line in lines) == again
     for name in again:
@@ -161,6 +183,28 @@ def test_studies_share_one_queue(tmp_path: Path) -> None:
     assert lookup_studies(["theory", "all"]) == list(STUDIES.values())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_failed_cells_set_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    program = [sys.executable, "-c", f"raise SystemExit({int(fails)})"]
+    monkeypatch.setattr("reluformer.study.runner._command", lambda run, cell: program)
+    with pytest.raises(typer.Exit) if fails else nullcontext():
+        command.study(["theory", "ffn"], budget="tiny", only=["theory.s1"], out=tmp_path)
+    failed = [
+        StudyRecord.load(tmp_path / "tiny" / f"{name}.study.json").failed
+        for name in ("theory", "ffn")
+    ]
+    assert failed == [{"theory.s1": "exit status 1: empty log"} if fails else {}, {}]
+
+
+def test_zero_minutes_print_only_the_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.study(["theory"], budget="tiny", minutes=0.0, out=tmp_path)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_studies_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     command.study(list_=True)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STUDIES)
@@ -178,10 +222,71 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         lookup_study("fnf")
     with pytest.raises(UserError, match="budget must be one of tiny, short, full"):
         lookup_budget("huge")
-    with pytest.raises(UserError, match="reluformer prepare data/europarl-sent"):
-        find_corpora(["europarl-sent"], BUDGETS["full"], tmp_path, [str(tmp_path)])
-    with pytest.raises(UserError, match="seeds must be different"):
-        BUDGETS["full"].with_seeds((1, 1))
+    for seeds in ((1, 1), (), (-1,), (2**63,)):
+        with pytest.raises(UserError, match="seeds must be different numbers from 0 to"):
+            BUDGETS["full"].with_seeds(seeds)
+
+    with pytest.raises(UserError, match="must not have the name of the study theory"):
+        study_from_file(tmp_path / "theory.yaml")
+
+
+def test_corpora_are_checked_before_anything_is_trained(tmp_path: Path) -> None:
+    names = ["europarl-sent"]
+    folders = find_corpora(names, [str(tmp_path)])
+    with pytest.raises(UserError, match="prepare it with `reluformer prepare data/europarl-sent"):
+        check_corpora(folders)
+    (tmp_path / "europarl-sent").mkdir()
+    with pytest.raises(UserError, match=r"manifest.json is missing"):
+        check_corpora(folders)
+    generate_corpora({"europarl-sent": tmp_path / "tiny" / "europarl-sent"})
+    part = [f"europarl-doc={tmp_path / 'tiny' / 'europarl-sent'}"]
+    with pytest.raises(UserError, match="europarl-doc at .* has no split 'test.long'"):
+        check_corpora(find_corpora(["europarl-doc"], part))
+    with pytest.raises(UserError, match="data must name europarl-sent or europarl-doc, got 'x'"):
+        find_corpora(names, ["x=data"])
+
+
+def test_settings_that_cannot_work_leave_no_files(tmp_path: Path) -> None:
+    options = RunOptions(tmp_path / "out", TINY, assignments=["train.stepz=3"])
+    with pytest.raises(UserError, match="train.stepz is not a known field"):
+        run_studies([STUDIES["ffn"]], options)
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: tiny\nruns: {a: {data.source: none, data.generated: null}}\n")
+    with pytest.raises(UserError, match="none does not exist"):
+        run_studies([study_from_file(file)], replace(options, assignments=()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_reaches_a_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content))
+    RunOptions(Path("out"), TINY).report("a line")
+    assert content.getvalue() == b"a line\n"
+
+
+def test_two_calls_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    options = RunOptions(tmp_path, TINY, minutes=0.0, report=lambda _: None)
+    with (
+        lock_file(tmp_path / "tiny" / ".lock", "held"),
+        pytest.raises(UserError, match="tiny is in use by another study"),
+    ):
+        run_studies([STUDIES["theory"]], options)
+    run_studies([STUDIES["theory"]], options)
+
+
+def test_speeds_of_other_machines_do_not_count() -> None:
+    cell = sentence_cell(TINY)
+    recipe = load_recipe(cell.recipe, [f"{n}={json.dumps(v)}" for n, v in cell.settings.items()])
+    values = {"tokens_per_second": 1.0}
+
+    def minutes(devices: list[str]) -> float:
+        detail = {"machine": {"devices": devices}}
+        measured = Outcome("other", cell.labels, "finished", values, detail)
+        return estimate([(cell, recipe)], [measured], jobs=1).minutes
+
+    assert minutes(["a faster GPU"]) == estimate([(cell, recipe)], [], jobs=1).minutes < 10
+    assert minutes(info()["devices"]) > 500
 
 
 def test_coverage_counts_seeds() -> None:

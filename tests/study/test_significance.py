@@ -75,6 +75,9 @@ def test_counts_by_document_and_damaged_files(tmp_path: Path) -> None:
     }
     assert lengths == {"sentence": [5, 5, 5], "document": [10, 5]}
     assert load_counts(tmp_path, "other", "sentence") is None
-    (tmp_path / "test.counts.npz").write_bytes(b"PK nothing")
-    with pytest.raises(UserError, match="damaged"):
-        load_counts(tmp_path, "test", "sentence")
+    whole = (tmp_path / "test.counts.npz").read_bytes()
+    # The last has a whole directory behind a broken array.
+    for content in (b"PK nothing", b"", whole[:100], whole[:60] + bytes(20) + whole[80:]):
+        (tmp_path / "test.counts.npz").write_bytes(content)
+        with pytest.raises(UserError, match="damaged"):
+            load_counts(tmp_path, "test", "sentence")

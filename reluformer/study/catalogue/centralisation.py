@@ -4,7 +4,7 @@ from reluformer.study.catalogue.tables import decimals as places
 from reluformer.study.catalogue.tables import group_table, mean_of, percent
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Plan, Requirement, Results, Study
-from reluformer.study.findings import Findings, Plot, Series, decide
+from reluformer.study.findings import Findings, Plot, Series, Verdict, decide
 from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import MEMORIES, best_rate, sentence_cell
 
@@ -42,18 +42,14 @@ def _curves(outcomes: list[Outcome], part: str) -> list[Series]:
     ]
 
 
-def _conclude(results: Results) -> Findings:
-    outcomes = list(results.outcomes)
-    memories = [o for o in outcomes if o.labels["attention"] == "softmax"]
-    attentions = [o for o in outcomes if o.labels["memory"] == "relu"]
-
+def _verdicts(memories: list[Outcome], attentions: list[Outcome]) -> list[Verdict]:
     def memory(name: str, kind: str) -> float:
         return mean_of(memories, name, memory=kind)
 
     def cross(kind: str) -> float:
         return mean_of(attentions, "top_cross", attention=kind)
 
-    verdicts = [
+    return [
         decide(
             "Softmax memories are centralised: the top 0.2 % of the slots carry over 85 %",
             100 * memory("memory_top", "softmax"),
@@ -79,6 +75,11 @@ def _conclude(results: Results) -> Findings:
             )
         ),
     ]  # fmt: skip
+
+
+def _conclude(results: Results) -> Findings:
+    memories = [o for o in results.outcomes if o.labels["attention"] == "softmax"]
+    attentions = [o for o in results.outcomes if o.labels["memory"] == "relu"]
     tables = [
         group_table(
             "Memories (attention: softmax)",
@@ -109,7 +110,7 @@ def _conclude(results: Results) -> Findings:
              _curves(chosen, part), log_x=True)
         for part, chosen in (("memories", memories), ("attentions", attentions))
     ]  # fmt: skip
-    return Findings(verdicts, tables, plots)
+    return Findings(_verdicts(memories, attentions), tables, plots)
 
 
 STUDY = Study(

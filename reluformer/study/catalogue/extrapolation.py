@@ -37,12 +37,13 @@ def _conclude(results: Results) -> Findings:
 
     def drop(attention: str) -> float:
         at = [mean_of(outcomes, "dbleu", attention=attention, tested=n) for n in lengths]
-        return at[0] - at[-1] if at else float("nan")
+        return at[0] - at[-1] if len(at) > 1 else float("nan")
 
+    tested = f"from {lengths[0]} to {lengths[-1]} tokens" if lengths else ""
     verdict = decide(
         "ReLU attention loses less than softmax on inputs longer than those of training",
         drop("softmax") - drop("default"),
-        holds=0.5, partly=-0.5, unit="d-BLEU (loss of softmax - loss of ReLU)",
+        holds=0.5, partly=-0.5, unit=f"d-BLEU (loss of softmax - loss of ReLU, {tested})",
         rule="holds from 0.5 d-BLEU on, partly within 0.5",
     )  # fmt: skip
     columns = {"d-BLEU": ("dbleu", decimals(2)), "BLEU": ("bleu", decimals(2)),

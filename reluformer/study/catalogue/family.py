@@ -4,7 +4,7 @@ from reluformer.ops.family.table import ATTENTIONS
 from reluformer.study.catalogue.tables import decimals, group_table
 from reluformer.study.cells import Cell, group, summarise
 from reluformer.study.definition import Plan, Requirement, Results, Study
-from reluformer.study.findings import Findings, combine
+from reluformer.study.findings import Findings, combine, show_number
 from reluformer.study.questions import QUESTIONS
 from reluformer.study.tasks import TASKS
 
@@ -37,7 +37,7 @@ def _conclude(results: Results) -> Findings:
     without_sink = {
         kind: score(kind, "sink trigger") for kind in ("softmax", "relu", "rela", "softmax1")
     }
-    shown = ", ".join(f"{kind} {value:.2f}" for kind, value in without_sink.items())
+    shown = ", ".join(f"{kind} {show_number(value, '.2f')}" for kind, value in without_sink.items())
     free = [without_sink[kind] for kind in ("rela", "softmax1")]
     sink: list[bool | None] = [
         None if value != value or without_sink["softmax"] != without_sink["softmax"]

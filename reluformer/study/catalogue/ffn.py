@@ -1,6 +1,9 @@
 """Feed-forward memories: ReLU, softmax, softmax with LayerNorm."""
 
+import math
+
 from reluformer.study.catalogue.tables import (
+    bleu_of,
     curves,
     decimals,
     group_table,
@@ -26,30 +29,29 @@ def _plan(plan: Plan) -> list[Cell]:
     return alike + control
 
 
-def variance_table(outcomes: list[Outcome], key: str) -> Table:
-    """Variance ratio of the memory of each layer, of seed 1."""
-    chosen = [o for o in outcomes if o.finished and o.labels["seed"] == 1]
-    layers: list[str] = []
-    columns = []
-    for outcome in chosen:
-        branches = outcome.detail["inspection"]["branches"]
-        ratios = {b["name"]: b["ratio"] for b in branches if b["name"].endswith("memory")}
-        layers = layers or list(ratios)
-        columns.append([f"{ratio:.3g}" for ratio in ratios.values()])
-    rows = [[name, *values] for name, *values in zip(layers, *columns, strict=True)]
-    names = [f"{o.labels[key]}, {o.labels['values']}" for o in chosen]
-    return Table("Variance ratio branch / residual by layer, seed 1", ["layer", *names], rows)
-
-
-def _ratios(outcomes: list[Outcome]) -> Plot:
-    series = []
-    for outcome in outcomes:
-        if outcome.finished and outcome.labels["seed"] == 1:
+def _memory_ratios(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
+    """Variance ratio of each layer's memory by kind, from the first seed that finished."""
+    ratios: dict[str, dict[str, float]] = {}
+    for outcome in sorted(outcomes, key=lambda o: int(o.labels["seed"])):
+        if outcome.finished:
             branches = outcome.detail["inspection"]["branches"]
-            ratios = [b["ratio"] for b in branches if b["name"].endswith("memory")]
-            name = f"{outcome.labels['memory']}, {outcome.labels['values']}"
-            series.append(Series(name, [float(i + 1) for i in range(len(ratios))], ratios))
-    return Plot("Variance ratio of the memories", "layer (encoder, then decoder)",
+            memories = {b["name"]: b["ratio"] for b in branches if b["name"].endswith("memory")}
+            ratios.setdefault(f"{outcome.labels['memory']}, {outcome.labels['values']}", memories)
+    return ratios
+
+
+def _variance_table(ratios: dict[str, dict[str, float]]) -> Table:
+    layers = next(iter(ratios.values()), {})
+    rows = [[layer, *(f"{kind[layer]:.3g}" for kind in ratios.values())] for layer in layers]
+    return Table("Variance ratio branch / residual by layer, first seed", ["layer", *ratios], rows)
+
+
+def _variance_plot(ratios: dict[str, dict[str, float]]) -> Plot:
+    series = [
+        Series(kind, [float(layer) for layer in range(1, len(values) + 1)], list(values.values()))
+        for kind, values in ratios.items()
+    ]
+    return Plot("Variance ratio of the memories, first seed", "layer (encoder, then decoder)",
                 "branch / residual", series, log_y=True)  # fmt: skip
 
 
@@ -57,7 +59,7 @@ def _conclude(results: Results) -> Findings:
     outcomes = list(results.outcomes)
 
     def bleu(memory: str, values: str = "alike") -> float:
-        return mean_of(outcomes, "bleu", memory=memory, values=values)
+        return bleu_of(outcomes, memory=memory, values=values)
 
     def ratio(memory: str) -> float:
         return mean_of(outcomes, "memory_ratio", memory=memory, values="alike")
@@ -81,7 +83,7 @@ def _conclude(results: Results) -> Findings:
         ),
         decide(
             "The variance ratio of softmax memories is far below ReLU's",
-            ratio("relu") / ratio("softmax"),
+            ratio("relu") / ratio("softmax") if ratio("softmax") > 0 else math.nan,
             holds=5.0, partly=1.5, unit="times (ReLU / softmax)", signed=False,
             rule="holds from a factor of 5 on, partly from 1.5",
         ),
@@ -95,11 +97,12 @@ def _conclude(results: Results) -> Findings:
         "tokens/s": ("tokens_per_second", decimals(0)),
     }
     table = group_table("Feed-forward memories", results, by, columns, ("test", "sentence"))
+    ratios = _memory_ratios(outcomes)
     plots = [
-        _ratios(outcomes),
+        _variance_plot(ratios),
         curves(outcomes, lambda o: f"{o.labels['memory']}, {o.labels['values']}"),
     ]
-    return Findings(verdicts, [table, variance_table(outcomes, "memory")], plots)
+    return Findings(verdicts, [table, _variance_table(ratios)], plots)
 
 
 STUDY = Study(

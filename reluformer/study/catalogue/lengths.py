@@ -1,15 +1,15 @@
 """Documents of 256 to 2048 tokens, from one start on sentences for each attention."""
 
 from reluformer.study.catalogue.tables import (
+    bleu_of,
     decimals,
     group_table,
     interval,
     lines_over,
-    mean_of,
 )
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
-from reluformer.study.findings import Findings, Plot, combine, decide
+from reluformer.study.findings import Findings, Plot, combine, decide, show_number
 from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import document_cell, start_cell
 
@@ -35,11 +35,11 @@ def _conclude(results: Results) -> Findings:
     lengths = sorted({o.labels["length"] for o in outcomes})
 
     def gain(length: int) -> float:
-        relu = mean_of(outcomes, "dbleu_long", attention="default", length=length)
-        return relu - mean_of(outcomes, "dbleu_long", attention="softmax", length=length)
+        relu = bleu_of(outcomes, "dbleu_long", attention="default", length=length)
+        return relu - bleu_of(outcomes, "dbleu_long", attention="softmax", length=length)
 
     gains = {length: gain(length) for length in lengths}
-    shown = ", ".join(f"{length}: {value:+.2f}" for length, value in gains.items())
+    shown = ", ".join(f"{length}: {show_number(value)}" for length, value in gains.items())
     short: list[bool | None] = [_known(v, abs(v) <= 0.5) for n, v in gains.items() if n <= 256]
     long: list[bool | None] = [_known(v, v > 0) for n, v in gains.items() if n >= 512]
     between = interval(results, ("test.long", "document"), attention="default", length=1024)

@@ -1,5 +1,6 @@
 """One setting at a time around the default attention."""
 
+import math
 from typing import Any
 
 from reluformer.study.catalogue.tables import decimals, group_table, mean_of, percent
@@ -55,18 +56,19 @@ def _cell(name: str, plan: Plan) -> Cell:
 
 def _conclude(results: Results) -> Findings:
     outcomes = results.outcomes
-    base = mean_of(outcomes, "dev_nll", change="default")
+    base = mean_of(outcomes, "dev_nll", diverged=math.inf, change="default")
     others = [o for o in outcomes if o.labels["change"] not in ("default", "softmax")]
-    better: list[bool | None] = [
-        not o.finished or o.value("dev_nll") >= base - 0.01 for o in others
-    ]
-    best = min((o for o in others if o.finished), key=lambda o: o.value("dev_nll"), default=None)
-    number = "–"
-    if best is not None and base == base:
-        number = f"best change: {best.labels['change']}, {best.value('dev_nll') - base:+.3f} nats"
+    losses = {o.labels["change"]: o.value("dev_nll") if o.finished else math.inf for o in others}
+    best = min(losses, key=lambda change: losses[change], default=None)
+    number, holds = "–", None
+    if best is not None and not math.isnan(base):
+        holds = losses[best] >= base - 0.01
+        number = f"best change: {best}, {losses[best] - base:+.3f} nats"
+        if not math.isfinite(losses[best] - base):
+            number = "the default diverged" if math.isinf(base) else "every change diverged"
     verdict = combine(
         "No single change of gamma, losses, exponent or threshold improves the default",
-        better if base == base else [],
+        [holds],
         number,
         "holds if no change lowers the dev loss by more than 0.01 nats a token",
     )

@@ -1,16 +1,16 @@
 """How memories scale with the number of slots."""
 
 from reluformer.study.catalogue.tables import (
+    bleu_of,
     decimals,
     group_table,
     interval,
     lines_over,
-    mean_of,
     significant,
 )
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
-from reluformer.study.findings import Findings, Plot, combine, decide
+from reluformer.study.findings import Findings, Plot, combine, decide, show_number
 from reluformer.study.questions import QUESTIONS
 from reluformer.study.variants import MEMORIES, sentence_cell, shorten, usual_rate
 
@@ -39,12 +39,12 @@ def _conclude(results: Results) -> Findings:
     sizes = sorted({o.labels["slots"] for o in outcomes})
 
     def bleu(memory: str, slots: int) -> float:
-        return mean_of(outcomes, "bleu", memory=memory, slots=slots)
+        return bleu_of(outcomes, memory=memory, slots=slots)
 
     gaps = {slots: bleu("relu", slots) - bleu("softmax", slots) for slots in sizes}
     largest = max(sizes, default=0)
     known: list[bool | None] = [None if gap != gap else gap > 0 for gap in gaps.values()]
-    shown = ", ".join(f"{slots}: {gap:+.2f}" for slots, gap in gaps.items())
+    shown = ", ".join(f"{slots}: {show_number(gap)}" for slots, gap in gaps.items())
     between = interval(
         results, ("test", "sentence"), negate=True, memory="softmax_ln", slots=largest
     )

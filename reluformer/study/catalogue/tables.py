@@ -1,5 +1,6 @@
 """Tables and plots that several studies share."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,9 @@ def show_comparison(comparison: Comparison | None) -> str:
 def interval(
     results: Results, test: tuple[str, str], *, negate: bool = False, **labels: Any
 ) -> str:
-    """The 95 % interval of a group's paired difference, as text behind a unit; empty if missing.
+    """The 95 % interval of a group's paired difference with its seeds, as text behind a unit.
+
+    Empty if the groups were not compared.
 
     Args:
         results: Outcomes and comparisons of a study.
@@ -93,16 +96,14 @@ def interval(
     low, high = comparison.interval
     if negate:
         low, high = -high, -low
-    return f" (95 %: {low:+.2f} to {high:+.2f})"
+    seeds = f"{comparison.seeds} seed{'s' * (comparison.seeds > 1)}"
+    return f" (95 %: {low:+.2f} to {high:+.2f}, {seeds})"
 
 
-def lines_over(
-    outcomes: Sequence[Outcome], x: str, by: str, value: str, where: dict[str, Any] | None = None
-) -> list[Series]:
+def lines_over(outcomes: Sequence[Outcome], x: str, by: str, value: str) -> list[Series]:
     """A series for each value of label `by`, over label `x`, with spreads over seeds."""
-    chosen = [o for o in outcomes if all(o.labels.get(k) == v for k, v in (where or {}).items())]
     series = []
-    for (name,), members in group(chosen, by).items():
+    for (name,), members in group(outcomes, by).items():
         points = sorted(
             (float(key[0]), summarise(same, value)) for key, same in group(members, x).items()
         )
@@ -120,20 +121,38 @@ def lines_over(
 
 
 def curves(outcomes: Sequence[Outcome], name: Callable[[Outcome], str]) -> Plot:
-    """Dev loss while training, of seed 1."""
-    series = []
-    for outcome in outcomes:
+    """Dev loss while training, of the first seed of each name."""
+    series: dict[str, Series] = {}
+    for outcome in sorted(outcomes, key=lambda o: int(o.labels.get("seed", 0))):
         points = [p for p in outcome.detail.get("curve", []) if "nll" in p.get("dev", {})]
-        if outcome.labels.get("seed") == 1 and points:
+        if points:
             xs = [point["tokens"] / 1e6 for point in points]
-            series.append(Series(name(outcome), xs, [point["dev"]["nll"] for point in points]))
-    return Plot("Dev loss while training, seed 1", "million target tokens", "nats a token", series)
+            ys = [point["dev"]["nll"] for point in points]
+            series.setdefault(name(outcome), Series(name(outcome), xs, ys))
+    axis = "million target tokens"
+    return Plot("Dev loss while training, first seed", axis, "nats a token", list(series.values()))
 
 
-def mean_of(outcomes: Sequence[Outcome], value: str, **labels: Any) -> float:
-    """Mean of a value over the finished outcomes with some labels; NaN if there are none."""
+def mean_of(
+    outcomes: Sequence[Outcome], value: str, *, diverged: float = math.nan, **labels: Any
+) -> float:
+    """Mean of a value over the finished outcomes with some labels; NaN if there are none.
+
+    Args:
+        outcomes: Outcomes of a study.
+        value: Name of the value.
+        diverged: The mean if there are outcomes and all of them diverged.
+        **labels: Labels of the group.
+    """
     chosen = [o for o in outcomes if all(o.labels.get(k) == v for k, v in labels.items())]
+    if chosen and not any(outcome.finished for outcome in chosen):
+        return diverged
     return summarise(chosen, value).mean
+
+
+def bleu_of(outcomes: Sequence[Outcome], value: str = "bleu", **labels: Any) -> float:
+    """Mean BLEU of a group; minus infinity if all of its outcomes diverged."""
+    return mean_of(outcomes, value, diverged=-math.inf, **labels)
 
 
 def _seeds(members: Sequence[Outcome]) -> str:

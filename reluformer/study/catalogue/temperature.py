@@ -1,6 +1,8 @@
 """Whether a flatter softmax closes the gap to ReLU memories."""
 
-from reluformer.study.catalogue.tables import decimals, group_table, mean_of, percent, significant
+import math
+
+from reluformer.study.catalogue.tables import bleu_of, decimals, group_table, percent, significant
 from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, decide
@@ -20,16 +22,17 @@ def _plan(plan: Plan) -> list[Cell]:
 
 def _conclude(results: Results) -> Findings:
     outcomes = results.outcomes
-    relu = mean_of(outcomes, "bleu", memory="relu")
-    cold = mean_of(outcomes, "bleu", memory="softmax", temperature=1.0)
-    warm = [mean_of(outcomes, "bleu", memory="softmax", temperature=t) for t in _TEMPERATURES]
-    known = [value for value in warm if value == value]
-    remaining = relu - max(known) if known else float("nan")
-    share = remaining / (relu - cold) if relu > cold else float("nan")
+    relu = bleu_of(outcomes, memory="relu")
+    cold = bleu_of(outcomes, memory="softmax", temperature=1.0)
+    warm = [bleu_of(outcomes, memory="softmax", temperature=t) for t in _TEMPERATURES]
+    known = [value for value in warm if not math.isnan(value)]
+    remaining = relu - max(known, default=math.nan)
+    share = remaining / (relu - cold) if 0 < relu - cold < math.inf else math.nan
     verdict = decide(
         "A flatter softmax memory does not close the gap to ReLU",
         share,
-        holds=0.5, partly=0.2, unit="of the gap remains at the best temperature", signed=False,
+        holds=0.5, partly=0.2, signed=False,
+        unit=f"of the gap remains at the best of {len(known)}/{len(warm)} temperatures",
         rule="holds if half of the gap or more remains, partly from a fifth on; not measured if "
         "softmax is not behind at temperature 1",
     )  # fmt: skip

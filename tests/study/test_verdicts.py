@@ -1,0 +1,201 @@
+"""Verdicts of the studies on made-up results, with numbers that are computed here by hand."""
+
+from typing import Any
+
+import pytest
+
+from reluformer.study.cells import Outcome
+from reluformer.study.definition import Results
+from reluformer.study.findings import Comparison
+from reluformer.study.registry import STUDIES
+from reluformer.study.tasks import TASKS
+
+SENTENCE = {
+    "attention": "softmax",
+    "memory": "relu",
+    "slots": 1024,
+    "values": "alike",
+    "temperature": 1.0,
+    "rate": 2e-3,
+    "seed": 1,
+}
+_INSPECTION = {"branches": [{"name": "encoder.0.memory", "ratio": 0.5}], "attentions": []}
+
+
+def cell(labels: dict[str, Any], **values: float) -> Outcome:
+    """An outcome; one without values has diverged."""
+    name = ".".join(map(str, labels.values()))
+    if not values:
+        return Outcome(name, labels, "diverged", {}, reason="loss is NaN")
+    return Outcome(name, labels, "finished", values, {"inspection": _INSPECTION})
+
+
+def sent(labels: dict[str, Any], **values: float) -> Outcome:
+    return cell(SENTENCE | labels, **values)
+
+
+def document(attention: str, length: int, **values: float) -> Outcome:
+    return cell({"attention": attention, "length": length, "seed": 1}, **values)
+
+
+def decided(study: str, *outcomes: Outcome) -> list[tuple[str, str]]:
+    """State and number of each verdict."""
+    verdicts = STUDIES[study].conclude(Results(outcomes)).verdicts
+    return [(verdict.state, verdict.number) for verdict in verdicts]
+
+
+def test_memories() -> None:
+    bleu = {"relu": (20.0, 21.0), "softmax": (19.0, 19.4), "softmax_ln": (20.0, 20.2)}
+    ratio = {"relu": 0.4, "softmax": 0.1, "softmax_ln": 0.2}
+    outcomes = [
+        sent({"memory": kind, "seed": seed}, bleu=bleu[kind][seed], memory_ratio=ratio[kind])
+        for kind in bleu
+        for seed in (0, 1)
+    ]
+    # 20.5 - 19.2, 20.1 - 20.5 and 0.4 / 0.1.
+    assert decided("ffn", *outcomes) == [
+        ("holds", "+1.30 BLEU"),
+        ("holds partly", "-0.40 BLEU"),
+        ("holds partly", "4.00 times (ReLU / softmax)"),
+    ]
+    # Softmax has diverged with both seeds, LayerNorm with one.
+    for at in (2, 3, 5):
+        outcomes[at] = sent(outcomes[at].labels)
+    assert decided("ffn", *outcomes) == [
+        ("holds", "one of the two diverged"),
+        ("holds partly", "-0.50 BLEU"),
+        ("not measured", "–"),
+    ]
+    silent = sent({"memory": "softmax"}, bleu=1.0, memory_ratio=0.0)
+    assert decided("ffn", outcomes[0], silent)[2] == ("not measured", "–")
+
+
+def test_curves_and_ratios_are_of_the_first_seed_of_each_kind() -> None:
+    def memory(kind: str, seed: int, ratio: float) -> Outcome:
+        made = sent({"memory": kind, "seed": seed}, bleu=20.0)
+        made.detail["inspection"] = {"branches": [{"name": "encoder.0.memory", "ratio": ratio}]}
+        made.detail["curve"] = [{"tokens": 1e6 * seed, "dev": {"nll": 2.0}}]
+        return made
+
+    outcomes = [memory("relu", 3, 0.3), memory("relu", 2, 0.2), memory("softmax", 1, 0.1)]
+    outcomes.append(sent({"memory": "relu", "seed": 0}))
+    findings = STUDIES["ffn"].conclude(Results(outcomes))
+    assert findings.tables[1].columns == ["layer", "softmax, alike", "relu, alike"]
+    assert findings.tables[1].rows == [["encoder.0.memory", "0.1", "0.2"]]
+    assert [(one.name, one.xs) for one in findings.plots[1].series] == [
+        ("softmax, alike", [1.0]),
+        ("relu, alike", [2.0]),
+    ]
+
+
+def test_the_ladder_of_attentions() -> None:
+    softmax = sent({}, bleu=25.0, dev_nll=1.7)
+    better = {"attention": "scale+norm", "seed": 2}
+    outcomes = [
+        softmax,
+        # A lower dev loss at another rate, which is the one that counts.
+        sent({"attention": "default", "rate": 4e-3}, bleu=20.0, dev_nll=1.8),
+        sent({"attention": "default"}, bleu=24.8, dev_nll=1.75),
+        # Without the first seed.
+        sent({"attention": "plain", "seed": 2}, bleu=1.0, dev_nll=2.1),
+        sent({"attention": "scale", "seed": 2}, bleu=24.5, dev_nll=1.8, entropy_cross=1.0),
+        sent(better, bleu=24.4, dev_nll=1.8, entropy_cross=1.5),
+    ]
+    assert decided("attention", *outcomes) == [
+        ("does not hold here", "dev nll 2.10 against 1.70"),
+        ("holds", "+0.50 BLEU (softmax - scale only)"),
+        ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU"),
+        ("not measured", "–"),
+        ("holds partly", "-0.20 BLEU"),
+    ]
+    diverged = [sent({"attention": name}) for name in ("plain", "scale", "default")]
+    states = [state for state, _ in decided("attention", softmax, *diverged)]
+    unknown = "not measured"
+    assert states == ["holds", "holds", unknown, unknown, "does not hold here"]
+
+
+def test_documents() -> None:
+    outcomes = [document("softmax", n, dbleu_long=25.0) for n in (256, 512, 1024)]
+    outcomes += [document("default", n, dbleu_long=25.0 + n / 2048) for n in (256, 512)]
+    outcomes.append(document("default", 1024))
+    shown = "d-BLEU by length 256: +0.12, 512: +0.25, 1024: diverged"
+    assert decided("lengths", *outcomes) == [
+        ("holds", shown),
+        ("holds partly", shown),
+        ("does not hold here", "one of the two diverged"),
+    ]
+    assert decided("lengths", *outcomes[:-1])[1][0] == "not measured"
+
+
+def test_longer_inputs_than_trained_on() -> None:
+    def tested(attention: str, length: int, dbleu: float) -> Outcome:
+        return cell({"attention": attention, "tested": length, "seed": 1}, dbleu=dbleu)
+
+    short = [tested("softmax", 512, 25.0), tested("default", 512, 24.0)]
+    assert decided("extrapolation", *short) == [("not measured", "–")]
+    long = [tested("softmax", 2048, 21.0), tested("default", 2048, 23.0)]
+    # Softmax loses 4, ReLU 1.
+    number = "+3.00 d-BLEU (loss of softmax - loss of ReLU, from 512 to 2048 tokens)"
+    assert decided("extrapolation", *short, *long) == [("holds", number)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "decision"),
+    [
+        ({"default": 2.0, "a": 1.995, "b": 2.2}, ("holds", "best change: a, -0.005 nats")),
+        (
+            {"default": 2.0, "a": 1.9, "b": 2.2},
+            ("does not hold here", "best change: a, -0.100 nats"),
+        ),
+        ({"default": 2.0, "a": None}, ("holds", "every change diverged")),
+        ({"default": None, "a": 1.9}, ("does not hold here", "the default diverged")),
+        ({"default": 2.0, "softmax": 1.0}, ("not measured", "–")),
+        ({"a": 1.9}, ("not measured", "–")),
+    ],
+)
+def test_single_changes(losses: dict[str, float | None], decision: tuple[str, str]) -> None:
+    outcomes = [
+        cell({"change": change, "seed": 1}, **({} if loss is None else {"dev_nll": loss}))
+        for change, loss in losses.items()
+    ]
+    assert decided("sensitivity", *outcomes) == [decision]
+
+
+def test_slots_and_temperatures() -> None:
+    sizes = [
+        sent({"memory": kind, "slots": slots}, bleu=bleu)
+        for slots in (32, 4096)
+        for kind, bleu in (("relu", 20.0 + slots / 4096), ("softmax", 20.5), ("softmax_ln", 20.9))
+    ]
+    assert decided("slots", *sizes) == [
+        ("holds partly", "BLEU by slots 32: -0.49, 4096: +0.50"),
+        ("holds partly", "+0.10 BLEU (ReLU - softmax + LN)"),
+    ]
+    cold = [sent({}, bleu=25.0), sent({"memory": "softmax"}, bleu=24.0)]
+    warm = [
+        sent({"memory": "softmax", "temperature": t}, bleu=b) for t, b in ((2.0, 24.3), (4.0, 24.6))
+    ]
+    number = "0.40 of the gap remains at the best of 2/3 temperatures"
+    assert decided("temperature", *cold, *warm) == [("holds partly", number)]
+    assert (
+        decided("temperature", cold[0], sent({"memory": "softmax"}), *warm)[0][0] == "not measured"
+    )
+
+
+def test_tasks_that_were_not_measured_have_no_number() -> None:
+    known = [
+        cell({"attention": kind, "seed": 1}, **dict.fromkeys(TASKS, 0.9))
+        for kind in ("softmax", "rela")
+    ]
+    number = "softmax 0.90, relu –, rela 0.90, softmax1 –"
+    assert decided("family", *known)[1] == ("not measured", number)
+
+
+def test_intervals_name_their_seeds() -> None:
+    comparison = Comparison(
+        "test", "sentence", {"attention": "default"}, {"attention": "softmax"}, 1,
+        0.05, (-0.2, 0.3), 0.7, "",
+    )  # fmt: skip
+    outcomes = [sent({}, bleu=25.0), sent({"attention": "default"}, bleu=25.05)]
+    *_, last = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
+    assert last.number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"
