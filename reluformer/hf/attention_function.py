@@ -57,7 +57,7 @@ def attend_module(
         UserError: If the module lacks the submodule, or has a soft cap or sinks.
     """
     layer = _layer(module, kwargs)
-    scale = _scale(layer, scaling)
+    scale = None if scaling is None else layer.adapted_scale(scaling)
     with_weights = _returns_weights(kwargs)
     if (
         isinstance(attention_mask, CompactMask)
@@ -66,7 +66,9 @@ def attend_module(
         and not (with_weights or kwargs.get("position_bias") is not None)
     ):
         return _attend_packed(layer, (query, key, value), attention_mask, scale, dropout), None
-    visibility, bias, keys, queries = _resolve_mask(module, query, key, attention_mask, kwargs)
+    visibility, bias, keys, queries = _resolve_mask(
+        module, layer.is_cross, (query, key), attention_mask, kwargs
+    )
     unused = key.shape[2] - keys
     if unused:
         key, value = key[:, :, :keys], value[:, :, :keys]
@@ -120,8 +122,9 @@ def _attend_packed(
 
 def _layer(module: nn.Module, kwargs: dict[str, Any]) -> LayerAttention:
     """The attention of a module, if it can run a call with these arguments."""
-    layer = getattr(module, ATTRIBUTE, None)
-    if not isinstance(layer, LayerAttention):
+    # It may be wrapped, for example by PEFT.
+    layer: LayerAttention | None = getattr(module, ATTRIBUTE, None)
+    if layer is None:
         raise UserError(
             f"{type(module).__name__} has no attention of reluformer; call "
             "reluformer.hf.prepare(model) after attn_implementation was set"
@@ -135,13 +138,6 @@ def _layer(module: nn.Module, kwargs: dict[str, Any]) -> LayerAttention:
     return layer
 
 
-def _scale(layer: LayerAttention, scaling: float | None) -> float | None:
-    """Factor on the scores. Cosines keep their own; two halves have half the width."""
-    if scaling is None or layer.row.cosine:
-        return None
-    return scaling * 2**0.5 if layer.row.halves else scaling
-
-
 def _returns_weights(kwargs: dict[str, Any]) -> bool:
     """Whether the model returns attention maps in this forward pass."""
     if kwargs.get("output_attentions"):
@@ -153,10 +149,14 @@ def _returns_weights(kwargs: dict[str, Any]) -> bool:
 
 
 def _resolve_mask(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    module: nn.Module,
+    is_cross: bool,
+    tensors: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
 ) -> _Masked:
     """Translate the mask of transformers."""
-    rows, keys = query.shape[2], key.shape[2]
+    rows, keys = (tensor.shape[2] for tensor in tensors)
     bias = kwargs.get("position_bias")
     if mask is None:
         is_causal = kwargs.get("is_causal")
@@ -172,7 +172,7 @@ def _resolve_mask(
             same = same_segment(mask.segments)
             hidden = same if visibility.mask is None else visibility.mask & same
             visibility = replace(visibility, mask=hidden)
-        return _Masked(visibility, bias, mask.keys, mask.queries())
+        return _Masked(visibility, bias, mask.keys, mask.queries(is_cross))
     mask = mask[..., :keys]
     if mask.dtype != torch.bool:
         # Additive: large negative values hide keys, others are a bias.

@@ -4,10 +4,7 @@ It is the submodule `reluformer` of the module, so that optimizers, checkpoints 
 `save_pretrained` handle thresholds, sinks, temperatures and gates as all other parameters.
 """
 
-import inspect
-import warnings
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +13,25 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from reluformer.errors import UserError
+from reluformer.hf.attention_modules import (
+    attention_modules,
+    head_sizes,
+    ignored_error,
+    ignores_interface,
+    is_cross_attention,
+    knows_causality,
+    submodels,
+    warn_of_softmax,
+)
 from reluformer.hf.configuration import ReLUFormerConfig, own_attention_error
+from reluformer.hf.masks import NEEDS_MASKS
 from reluformer.nn.core import RECOMMENDED, AttentionCore, options_dict
-from reluformer.nn.replace import LOOKS_LIKE_ATTENTION
 from reluformer.ops.family.table import ATTENTIONS, lookup
 
 ATTRIBUTE = "reluformer"
 """Name of the submodule."""
 OPTIONS_FIELD = "attention_options"
 """Field of a configuration with options of the attention, as `AttentionCore` takes them."""
-
-_HEADS = ("num_heads", "n_heads", "num_attention_heads")
-_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
 
 class LayerAttention(AttentionCore):
@@ -40,6 +44,7 @@ class LayerAttention(AttentionCore):
         options: Options of the attention.
         value_dim: Width Dv of a value; None for `head_dim`.
         hidden: Width of the hidden states.
+        is_cross: Whether the keys belong to another sequence than the queries.
     """
 
     def __init__(
@@ -51,8 +56,10 @@ class LayerAttention(AttentionCore):
         *,
         value_dim: int | None = None,
         hidden: int | None = None,
+        is_cross: bool = False,
     ) -> None:
         super().__init__(heads, head_dim, attention, options, value_dim=value_dim)
+        self.is_cross = is_cross
         self.given_options = dict(options)
         self.gate: Tensor | None = None
         self._hook: Any = None
@@ -82,6 +89,10 @@ class LayerAttention(AttentionCore):
     def take_gate(self) -> Tensor | None:
         """The gate [B, H, T, Dv] of the present call of the attention module, or None."""
         gate, self.gate = self.gate, None
+        if self.needs_gate and gate is None:
+            raise UserError(
+                f"{self.row.name} attention needs a module that attends once in a forward pass"
+            )
         return gate
 
     @torch.no_grad()
@@ -111,43 +122,6 @@ def layer_attentions(model: nn.Module) -> list[LayerAttention]:
     return [module for module in model.modules() if isinstance(module, LayerAttention)]
 
 
-def submodels(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The transformers models inside a module, the module itself first; each has a config."""
-    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
-
-
-def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules that call transformers' attention interface."""
-    for name, module in model.named_modules():
-        if _calls_interface(module.__class__) and isinstance(
-            getattr(module, "config", None), PreTrainedConfig
-        ):
-            yield name, module
-
-
-@cache
-def _calls_interface(kind: type[nn.Module]) -> bool:
-    """Whether `forward` of a class looks up `config._attn_implementation`."""
-    try:
-        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return False
-
-
-def ignored_error(model: type[nn.Module], kind: str) -> UserError:
-    """The error of a class of models whose attention cannot be replaced."""
-    return UserError(
-        f"attn_implementation={kind!r} is not possible for {model.__name__}: it does not use "
-        "transformers' attention interface, so its attention cannot be replaced"
-    )
-
-
-def ignores_interface(model: nn.Module) -> bool:
-    """Whether a model has attentions, and none of them calls transformers' attention interface."""
-    kinds = (type(module).__name__ for module in model.modules())
-    return any(map(LOOKS_LIKE_ATTENTION.search, kinds)) and not any(attention_modules(model))
-
-
 def prepare(model: nn.Module) -> nn.Module:
     """Give each attention module of a transformers model the attention that its config names.
 
@@ -169,14 +143,16 @@ def prepare(model: nn.Module) -> nn.Module:
         if kind in ATTENTIONS and ignores_interface(part):
             raise ignored_error(type(part), kind)
         if kind in ATTENTIONS:
-            _warn_of_torch(part, kind)
+            warn_of_softmax(part, kind)
+            if not knows_causality(part):
+                NEEDS_MASKS.add(type(part.config))
     for name, module in attention_modules(model):
         config = module.config
         assert isinstance(config, PreTrainedConfig)
         kind = config._attn_implementation
         options = options_dict(getattr(config, OPTIONS_FIELD, None))
         present = getattr(module, ATTRIBUTE, None)
-        if isinstance(present, LayerAttention):
+        if present is not None:
             if (present.row.name, present.given_options) == (kind, options):
                 continue
             present.detach(module)
@@ -185,27 +161,22 @@ def prepare(model: nn.Module) -> nn.Module:
     return model
 
 
-def _warn_of_torch(model: nn.Module, kind: str) -> None:
-    """Warn of attentions of torch inside a model, which its configuration does not reach."""
-    for module in model.modules():
-        if any(type(child) is nn.MultiheadAttention for child in module.children()):
-            warnings.warn(
-                f"attn_implementation={kind!r} leaves the torch.nn.MultiheadAttention of "
-                f"{type(module).__name__} at softmax",
-                stacklevel=2,
-            )
-
-
-def check_request(model: PreTrainedModel, request: str | Mapping[str, str] | None) -> None:
-    """Refuse to set our attention in models and submodels that would ignore it.
+def check_request(
+    model: PreTrainedModel,
+    request: str | Mapping[str, str] | None,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse to set our attention in models and submodels that cannot have it.
 
     Args:
         model: The model.
         request: Argument of `set_attn_implementation`: the name of an attention, or one for each
             part of the configuration.
+        options: Options of the attention; None for those of each part's configuration.
 
     Raises:
-        UserError: If the model or a part does not call transformers' attention interface.
+        UserError: If the model or a part does not call transformers' attention interface, or an
+            option is not allowed.
     """
     config = model.config
     for part in submodels(model):
@@ -220,6 +191,11 @@ def check_request(model: PreTrainedModel, request: str | Mapping[str, str] | Non
         has_none = part is model and not any(attention_modules(model))
         if has_none or ignores_interface(part):
             raise ignored_error(type(part), str(kind))
+        for name, module in attention_modules(part):
+            if module.config is part.config:
+                fields = getattr(part.config, OPTIONS_FIELD, None) if options is None else options
+                heads, width, value_dim = head_sizes(name, module, str(kind))
+                AttentionCore(heads, width, str(kind), fields, value_dim=value_dim)
 
 
 def replace_attention_modules(
@@ -239,10 +215,11 @@ def replace_attention_modules(
         UserError: If the attention or an option is not allowed, or the model has no attention that
             can be replaced.
     """
+    options = options_dict(options)
     check_replacement(model, kind, options)
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            setattr(config, OPTIONS_FIELD, dict(options or {}))
+            setattr(config, OPTIONS_FIELD, dict(options))
     model.set_attn_implementation(kind)
     changed, unchanged = [], []
     for name, module in attention_modules(model):
@@ -258,38 +235,26 @@ def check_replacement(
 ) -> None:
     """Raise the errors of `replace_attention_modules`, and leave the model as it is."""
     lookup(kind)
-    check_request(model, kind)
-    for name, module in attention_modules(model):
-        heads, width, value_dim = _head_sizes(name, module, kind)
-        AttentionCore(heads, width, kind, options, value_dim=value_dim)
+    check_request(model, kind, options_dict(options))
 
 
 def _create(name: str, module: nn.Module, kind: str, options: dict[str, Any]) -> LayerAttention:
     """The attention of one module, on the device and in the dtype of its weights."""
-    heads, width, value_dim = _head_sizes(name, module, kind)
+    heads, width, value_dim = head_sizes(name, module, kind)
     hidden = getattr(module.config, "hidden_size", None)
-    layer = LayerAttention(heads, width, kind, options, value_dim=value_dim, hidden=hidden)
+    layer = LayerAttention(
+        heads,
+        width,
+        kind,
+        options,
+        value_dim=value_dim,
+        hidden=hidden,
+        is_cross=is_cross_attention(name),
+    )
     like = next(module.parameters(), None)
     if like is not None and like.is_floating_point() and like.device.type != "meta":
-        layer = layer.to(like.device, like.dtype)
+        layer = layer.to(like.dtype)
+        # A model that is being loaded has its new parameters on the meta device.
+        if not any(parameter.is_meta for parameter in layer.parameters()):
+            layer = layer.to(like.device)
     return layer.train(module.training)
-
-
-def _head_sizes(name: str, module: nn.Module, kind: str) -> tuple[int, int, int | None]:
-    """Number of heads of a module, their width, and the width of values if it differs."""
-    config = module.config
-    heads = _size(module, _HEADS) or getattr(config, "num_attention_heads", None)
-    hidden = getattr(config, "hidden_size", None)
-    width = _size(module, _WIDTHS) or (hidden // heads if heads and hidden else None)
-    if heads is None or width is None:
-        raise UserError(
-            f"attn_implementation={kind!r} needs the number and the width of heads, and "
-            f"{name or 'the model'} ({type(module).__name__}) has neither "
-            f"{', '.join(_HEADS)} nor {', '.join(_WIDTHS)}"
-        )
-    return heads, width, _size(module, ("v_head_dim",))
-
-
-def _size(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    sizes = (getattr(module, name, None) for name in names)
-    return next((size for size in sizes if isinstance(size, int)), None)

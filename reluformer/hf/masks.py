@@ -28,6 +28,10 @@ MaskFunction = Callable[..., Any]
 """transformers' predicate (batch, head, query, key) -> visible."""
 
 
+NEEDS_MASKS: set[type] = set()
+"""Configuration classes of models whose attention modules do not say whether they are causal."""
+
+
 class CompactMask(Tensor):
     """Bool mask [B, 1, Tq, Tk], True = visible, that is stored as the rules it follows from.
 
@@ -69,13 +73,14 @@ class CompactMask(Tensor):
         rules = self.visibility
         return self.segments is not None and rules.mask is None and rules.key_lengths is None
 
-    def queries(self) -> Tensor | None:
+    def queries(self, is_cross: bool) -> Tensor | None:
         """Bool [B, Tq], False for queries that are padding; None if all are tokens or unknown.
 
-        Only a causal mask is known to have the queries among its keys.
+        Args:
+            is_cross: Whether the keys belong to another sequence than the queries.
         """
         rules, rows = self.visibility, self.shape[2]
-        if not rules.causal or rows == 1:
+        if is_cross or rows == 1 or not (rules.causal or rows == self.keys):
             return None
         if rules.key_lengths is not None:
             position = torch.arange(self.keys - rows, self.keys, device=self.device)
@@ -141,6 +146,7 @@ def attention_mask(
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **options: Any,
 ) -> Tensor | None:
     """Mask function for `transformers.AttentionMaskInterface`.
@@ -157,16 +163,19 @@ def attention_mask(
         mask_function: transformers' predicate (batch, head, query, key) -> visible.
         attention_mask: Padding mask [B, positions], True for tokens; None without padding.
         device: Device of the mask.
+        config: Configuration of the model.
         **options: Further arguments of `sdpa_mask`.
 
     Returns:
-        None where all keys are visible or causality alone hides keys, a `CompactMask`, or, for
-        predicates that are not causality, a window or packing, a bool mask [B, 1, Tq, Tk].
+        None where all keys are visible or causality alone hides keys, and the attention modules
+        know which (`NEEDS_MASKS`); a `CompactMask`; or, for predicates that are not causality, a
+        window or packing, a bool mask [B, 1, Tq, Tk].
     """
     rules = _rules(mask_function)
     may_skip = options.pop("allow_is_causal_skip", True)
     may_skip_all = options.pop("allow_is_bidirectional_skip", False)
     may_skip = may_skip if rules is not None and rules.causal else may_skip_all
+    may_skip = may_skip and type(config) not in NEEDS_MASKS
     size = (batch_size, q_length, kv_length)
     traced = torch.compiler.is_compiling() or is_tracing(attention_mask)
     if rules is None or isinstance(q_offset, Tensor) or traced:

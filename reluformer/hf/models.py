@@ -141,7 +141,7 @@ class ReLUFormerForCausalLM(ReLUFormerPreTrainedModel, GenerationMixin):  # type
         use_cache: bool | None = None,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits of the next tokens, and the loss of `labels`.
@@ -154,11 +154,14 @@ class ReLUFormerForCausalLM(ReLUFormerPreTrainedModel, GenerationMixin):  # type
             use_cache: Not used; a cache is used if it is given.
             output_attentions: Whether to return attention maps.
             output_hidden_states: Whether to return the embeddings and the output of each layer.
-            logits_to_keep: Return the logits of the last N positions only; 0 returns all.
+            logits_to_keep: Number of last positions whose logits are returned, 0 for all, or a
+                tensor of positions.
             **kwargs: `num_items_in_batch` divides the summed loss.
         """
         if input_ids is None:
             raise UserError("input_ids must be given; a ReLUFormer takes no inputs_embeds")
+        if attention_mask is None and _is_packed(kwargs.get("position_ids")):
+            raise UserError("position_ids must not begin again; a ReLUFormer takes no packed batch")
         # Padding behind the tokens is not seen by them.
         mask = None if _is_right_padded(attention_mask) else attention_mask
         lengths = None
@@ -172,9 +175,10 @@ class ReLUFormerForCausalLM(ReLUFormerPreTrainedModel, GenerationMixin):  # type
         if labels is not None:
             items = kwargs.get("num_items_in_batch")
             loss = _cross_entropy(logits[:, :-1], labels[:, 1:], items)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
             loss=loss,
-            logits=logits[:, -logits_to_keep:],
+            logits=logits[:, kept],
             past_key_values=past_key_values,
             hidden_states=states.tensors,
             attentions=maps_at("decoder", decoded.records),
@@ -200,6 +204,13 @@ class _Encoder:
 def _is_right_padded(mask: Tensor | None) -> bool:
     """Whether padding, if any, follows the tokens in every row of a mask [B, T]."""
     return mask is None or bool((mask.diff(dim=-1) <= 0).all())
+
+
+def _is_packed(position_ids: Tensor | None) -> bool:
+    """Whether positions [B, T] begin again, which marks packed sequences."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return False
+    return bool((position_ids.diff(dim=-1) != 1).any())
 
 
 def _right_padded_lengths(mask: Tensor | None) -> Tensor | None:

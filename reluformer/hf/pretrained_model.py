@@ -105,6 +105,11 @@ class ReLUFormerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # no ty
             "another vocabulary"
         )
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor, **kwargs: Any) -> Tensor:
+        """Let `generate` pass on the padding mask [B, T], also with a static cache."""
+        return attention_mask
+
     def _init_weights(self, module: nn.Module) -> None:
         """Our models initialise themselves."""
 

@@ -16,14 +16,13 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import configuration_auto
 
 from reluformer.hf.attention_function import attend_module
+from reluformer.hf.attention_modules import ignored_error, submodels
 from reluformer.hf.configuration import ReLUFormerConfig
 from reluformer.hf.layers import (
     OPTIONS_FIELD,
     LayerAttention,
     check_request,
-    ignored_error,
     prepare,
-    submodels,
 )
 from reluformer.hf.masks import attention_mask
 from reluformer.hf.models import ReLUFormerForCausalLM, ReLUFormerForConditionalGeneration

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from reluformer.errors import UserError
-from reluformer.hf.layers import attention_modules
+from reluformer.hf.attention_modules import attention_modules
 from reluformer.ops.family.table import ATTENTIONS
 
 PREFIX = "reluformer_"

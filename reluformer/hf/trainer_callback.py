@@ -84,6 +84,11 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
             self._recording = None
             self.summary = summarise(self._records)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the losses to a loop that does not scale its own."""
+        for part in self._parts:
+            part.row_loss_scale = 1.0
+
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:

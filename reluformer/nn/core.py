@@ -107,6 +107,16 @@ class AttentionCore(nn.Module):
                 options[name] = offset + initial
         return options
 
+    def adapted_scale(self, scale: float) -> float | None:
+        """The factor on scores for a layer that was written for softmax with this factor.
+
+        None, for the attention's own, if it compares by cosine. The two halves of a differential
+        attention have half the width.
+        """
+        if self.row.cosine:
+            return None
+        return scale * 2**0.5 if self.row.halves else scale
+
     def forward(
         self,
         q: Tensor,

@@ -109,4 +109,9 @@ def test_queries_that_are_padding() -> None:
     for padding in ("right", "left"):
         mask = attention_mask(2, 5, 5, attention_mask=PADDINGS[padding])
         assert isinstance(mask, CompactMask)
-        assert torch.equal(mask.queries(), PADDINGS[padding])
+        assert torch.equal(mask.queries(is_cross=False), PADDINGS[padding])
+        encoder = attention_mask(
+            2, 5, 5, mask_function=FUNCTIONS["bidirectional"], attention_mask=PADDINGS[padding]
+        )
+        assert torch.equal(encoder.queries(is_cross=False), PADDINGS[padding])
+        assert encoder.queries(is_cross=True) is None

@@ -71,7 +71,9 @@ def test_language_model_with_padding_on_either_side(config: ModelConfig) -> None
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     arguments = {"input_ids": ids, "attention_mask": padding(left=True)}
     expected = wrapped.generate(**arguments, **GREEDY, use_cache=False)
-    assert torch.equal(wrapped.generate(**arguments, **GREEDY), expected)
+    for cache in (None, "static"):
+        found = wrapped.generate(**arguments, **GREEDY, cache_implementation=cache)
+        assert torch.equal(found, expected)
     alone = wrapped.generate(input_ids=ids[1:, 2:], **GREEDY)
     assert torch.equal(expected[1, 2:], alone[0])
 
@@ -198,6 +200,9 @@ def test_mistakes_are_one_sentence() -> None:
         )
     with pytest.raises(UserError, match="attn_implementation must not be set"):
         model.set_attn_implementation("relu")
+    language = ReLUFormerForCausalLM.from_model(ReLUFormerLM(CONFIG))
+    with pytest.raises(UserError, match="takes no packed batch"):
+        language(tokens(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
 
 
 def test_the_tokenizer_has_the_same_ids(tmp_path: Path) -> None:

@@ -26,6 +26,17 @@ from reluformer.ops.stats import summarise as weight_statistics  # noqa: E402
 from tests.hf.families import VOCABULARY, build, tokens  # noqa: E402
 
 
+class Scales(transformers.TrainerCallback):  # type: ignore[misc]  # no types there
+    """Notes the scale of the losses in every step."""
+
+    def __init__(self) -> None:
+        self.seen: set[float] = set()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        parts = [part for part in model.modules() if hasattr(part, "row_loss_scale")]
+        self.seen |= {part.row_loss_scale for part in parts}
+
+
 def train(model: Any, callback: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(16, 6)]
     defaults = {
@@ -42,8 +53,11 @@ def train(model: Any, callback: Any, folder: Path, **options: Any) -> list[dict[
         disable_tqdm=True,
         learning_rate=1e-2,
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    scales = Scales()
+    callbacks = [callback, scales]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
     trainer.train()
+    assert scales.seen == {1 / arguments.gradient_accumulation_steps}
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
@@ -79,7 +93,7 @@ def test_models_with_layers_of_this_package_are_served(tmp_path: Path) -> None:
     for row in rows:
         assert row["row_sum"] > 0 and row["entropy"] > 0 and 0 <= row["zeros"] < 1
     core = model.layer.self_attn.core
-    assert (core.row_loss, core.entropy_loss, core.row_loss_scale) == (0.1, 0.2, 0.5)
+    assert (core.row_loss, core.entropy_loss, core.row_loss_scale) == (0.1, 0.2, 1.0)
     assert not core._forward_hooks
 
 
@@ -108,7 +122,7 @@ def test_our_own_models_are_served_and_logging_changes_no_step(tmp_path: Path) -
         callback = ReLUAttentionCallback(row_loss=0.1, entropy_loss=0.2, log=log)
         rows = train(model, callback, tmp_path, gradient_accumulation_steps=2)
         assert ("row_sum" in rows[0] and 0 <= rows[1]["zeros"] < 1) == log
-        assert (model.row_loss, model.entropy_loss, model.row_loss_scale) == (0.1, 0.2, 0.5)
+        assert (model.row_loss, model.entropy_loss, model.row_loss_scale) == (0.1, 0.2, 1.0)
         trained.append(model.state_dict())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
@@ -159,7 +173,7 @@ def test_accumulated_gradients_scale_the_losses(tmp_path: Path) -> None:
         per_device_train_batch_size=2,
     )
     layers = layer_attentions(model)
-    assert all(layer.row_loss_scale == 0.5 and layer.entropy_loss == 0.1 for layer in layers)
+    assert all(layer.row_loss_scale == 1.0 and layer.entropy_loss == 0.1 for layer in layers)
 
 
 @pytest.mark.parametrize(
