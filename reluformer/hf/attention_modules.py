@@ -1,10 +1,8 @@
 """The attention modules of a transformers model, and what they say about themselves."""
 
-import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from functools import cache
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -12,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from reluformer.errors import UserError
 from reluformer.nn.replace import LOOKS_LIKE_ATTENTION
+from reluformer.nn.sdpa import count_calls, source_of
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads")
 _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -27,19 +26,15 @@ def submodels(model: nn.Module) -> Iterator[PreTrainedModel]:
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules that call transformers' attention interface."""
     for name, module in model.named_modules():
-        if _calls_interface(module.__class__) and isinstance(
+        if _calls_interface(type(module)) and isinstance(
             getattr(module, "config", None), PreTrainedConfig
         ):
             yield name, module
 
 
-@cache
 def _calls_interface(kind: type[nn.Module]) -> bool:
     """Whether `forward` of a class looks up `config._attn_implementation`."""
-    try:
-        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return False
+    return "ALL_ATTENTION_FUNCTIONS" in (source_of(kind.forward) or "")
 
 
 def ignored_error(model: type[nn.Module], kind: str) -> UserError:
@@ -64,11 +59,12 @@ def knows_causality(model: PreTrainedModel) -> bool:
 
 
 def warn_of_softmax(model: nn.Module, kind: str) -> None:
-    """Warn of attentions of torch inside a model, which its configuration does not reach."""
+    """Warn of modules that call torch's attention, which a configuration does not reach."""
     for module in model.modules():
-        if any(type(child) is nn.MultiheadAttention for child in module.children()):
+        has_own = any(type(child) is nn.MultiheadAttention for child in module.children())
+        if has_own or (count_calls(type(module)) and not _calls_interface(type(module))):
             warnings.warn(
-                f"attn_implementation={kind!r} leaves the torch.nn.MultiheadAttention of "
+                f"attn_implementation={kind!r} leaves the attention of torch in "
                 f"{type(module).__name__} at softmax",
                 stacklevel=2,
             )

@@ -25,7 +25,8 @@ from reluformer.hf.attention_modules import (
 )
 from reluformer.hf.configuration import ReLUFormerConfig, own_attention_error
 from reluformer.hf.masks import NEEDS_MASKS
-from reluformer.nn.core import RECOMMENDED, AttentionCore, options_dict
+from reluformer.nn.core import RECOMMENDED, AttentionCore
+from reluformer.nn.options import options_dict
 from reluformer.ops.family.table import ATTENTIONS, lookup
 
 ATTRIBUTE = "reluformer"

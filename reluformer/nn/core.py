@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from reluformer.errors import UserError
+from reluformer.nn.options import initial_values, options_dict
 from reluformer.nn.row_loss import add_gradient, entropy_gradient, row_sum_gradient
 from reluformer.ops.api import attend
 from reluformer.ops.backends.registry import BACKENDS
 from reluformer.ops.call import AttentionResult, Call
-from reluformer.ops.definition import Attention
 from reluformer.ops.family.table import lookup
 from reluformer.ops.stats import RowSums, SumsLevel
 from reluformer.ops.varlen import relu_attention_varlen
@@ -22,8 +22,6 @@ RECOMMENDED = "normalised_relu"
 """Attention of every drop-in layer unless another is named."""
 ROW_LOSS = 0.001
 """Weight of the row loss of the recommended attention."""
-
-_NEUTRAL = {"gain": 1.0, "gate": 0.0, "mix": 1.0}
 
 
 class AttentionCore(nn.Module):
@@ -84,11 +82,16 @@ class AttentionCore(nn.Module):
         self.row_loss_scale = 1.0
         self.fixed_options = fixed
         self._check()
-        self._initial = _initial_values(self.row, fixed)
+        self._initial = initial_values(self.row, fixed)
         for name in self._initial:
             shape = (1,) if name == "gamma" else self._shape(name)
             offset = torch.zeros(shape, device=device, dtype=dtype)
             self.register_parameter(f"{name}_offset", nn.Parameter(offset))
+
+    def reset_parameters(self) -> None:
+        """Set the learned options to their initial values."""
+        for name in self._initial:
+            nn.init.zeros_(getattr(self, f"{name}_offset"))
 
     @property
     def needs_gate(self) -> bool:
@@ -281,24 +284,19 @@ class AttentionCore(nn.Module):
         with torch.no_grad():
             attend(self.row, Call(q, q, q, Visibility(), scale), self.fixed_options, "reference")
 
+    def _present(self, name: str) -> Tensor:
+        """A learned offset, or its initial value if it is on the meta device."""
+        offset: Tensor = getattr(self, name).detach()
+        return torch.zeros_like(offset, device="cpu") if offset.is_meta else offset
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         names = [f"{name}_offset" for name in self._initial]
         if not any(prefix + name in state_dict for name in names):
             # The state dict belongs to a model with another attention.
-            state_dict |= {prefix + name: getattr(self, name).detach() for name in names}
+            state_dict |= {prefix + name: self._present(name) for name in names}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-
-def options_dict(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the options of an attention; a `UserError` if they are not a mapping."""
-    if not isinstance(options, Mapping | None):
-        raise UserError(
-            "attention_options must be a mapping of names to values, such as {'power': 2}, "
-            f"got {options!r}"
-        )
-    return dict(options or {})
 
 
 def set_row_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
@@ -320,19 +318,3 @@ def set_row_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
         raise UserError(f"model must have attentions of reluformer.nn, got {type(model).__name__}")
     for core in cores:
         core.row_loss_scale = scale
-
-
-def _initial_values(row: Attention, fixed: Mapping[str, Any]) -> dict[str, float]:
-    """Initial value of every option that is learned and not fixed."""
-    rule = row.rectified(fixed)
-    values = {}
-    for name, shape in row.learned.items():
-        # The published `relu` has no threshold.
-        is_paper_threshold = row.name == "relu" and name == "threshold"
-        if shape == "token" or name in fixed or is_paper_threshold:
-            continue
-        if name in _NEUTRAL:
-            values[name] = _NEUTRAL[name]
-        else:
-            values[name] = float(getattr(rule, name, row.defaults[name]))
-    return values

@@ -119,6 +119,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
+        if hasattr(self, "core"):
+            self.core.reset_parameters()
 
     def forward(
         self,

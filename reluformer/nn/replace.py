@@ -11,11 +11,19 @@ from torch import nn
 from reluformer.errors import UserError
 from reluformer.nn.core import RECOMMENDED, AttentionCore
 from reluformer.nn.multihead import MultiheadAttention, plan_conversion
-from reluformer.nn.sdpa import RedirectedAttention, plan_redirection, why_not_redirected
+from reluformer.nn.sdpa import (
+    RedirectedAttention,
+    count_calls,
+    mentions_softmax,
+    plan_redirection,
+    why_not_redirected,
+)
 from reluformer.nn.transformer import avoid_fast_path
 
 LOOKS_LIKE_ATTENTION = re.compile(r"Att(n|ention)\w*$", re.IGNORECASE)
 """Names of classes that are attentions, or contain one."""
+
+_DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ def replace_attention(
     unchanged: dict[str, str] = {}
     # Mistakes are found before the first change: an error leaves the model as it was.
     steps: list[Callable[[], object]] = []
+    _refuse_wrapped(model)
     visited = list(_outside_transformers(model))
     models = []
     for name, module in visited:
@@ -112,20 +121,45 @@ def _plan(
 ) -> Callable[[], object] | str | None:
     """The function that replaces the attention of a module, or the reason why there is none.
 
-    None for modules that do not look like an attention.
+    None for modules that are no attention.
     """
-    if type(module) in (nn.MultiheadAttention, MultiheadAttention):
+    kind = type(module)
+    if kind in (nn.MultiheadAttention, MultiheadAttention):
+        if "forward" in vars(module):
+            return f"the forward of this {kind.__name__} has been replaced on the instance"
         return plan_conversion(module, attention, options)  # type: ignore[arg-type]
     if isinstance(module, RedirectedAttention):
         return plan_redirection(module, attention, options)
     if isinstance(module, nn.MultiheadAttention):
-        return f"{type(module).__name__} is a subclass of MultiheadAttention"
-    if isinstance(module, AttentionCore) or not LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+        return f"{kind.__name__} is a subclass of MultiheadAttention"
+    if isinstance(module, AttentionCore) or kind.__module__.startswith("torch."):
+        return None
+    if not _is_attention(module):
+        return f"{kind.__name__} computes softmax by itself" if mentions_softmax(kind) else None
+    is_container = count_calls(kind) == 0 and not mentions_softmax(kind)
+    if is_container and any(_is_attention(inner) for inner in module.modules() if inner != module):
         return None
     reason = why_not_redirected(module)
     if reason is not None:
-        return f"{type(module).__name__} is not known, and {reason}"
+        return f"{kind.__name__} is not known, and {reason}"
     return plan_redirection(module, attention, options)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention by its class's name or its source."""
+    kind = type(module)
+    named = LOOKS_LIKE_ATTENTION.search(kind.__name__) is not None
+    return named or (not kind.__module__.startswith("torch.") and bool(count_calls(kind)))
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse models of data parallelism, which do not average the gradients of new parameters."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__name__ in _DATA_PARALLEL and base.__module__.startswith("torch."):
+                raise UserError(
+                    f"the attention must be replaced before a model becomes {base.__name__}"
+                )
 
 
 def _is_transformers_model(module: nn.Module) -> bool:
@@ -142,10 +176,10 @@ def _replace_in_transformers(
     """Replaced and remaining attentions of a model of transformers."""
     report = _hf_layers().replace_attention_modules(model, attention, options)
     kept = {
-        name: f"{type(module).__name__} of torch in a model of transformers, which a saved folder "
-        "would load with softmax"
+        name: f"{type(module).__name__} runs torch's attention in a model of transformers, and a "
+        "saved folder would load it with softmax"
         for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
+        if isinstance(module, nn.MultiheadAttention) or count_calls(type(module))
     }
     return dict(report.changed), {**dict(report.unchanged), **kept}
 

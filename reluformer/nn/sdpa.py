@@ -5,7 +5,9 @@ The module keeps its class's code, parameters and names.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,8 @@ _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads")
 # Classes of converted modules by their original class.
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 _WIDTHS = ("head_dim", "attention_head_size", "d_head")
+_TOTAL_WIDTHS = ("embed_dim", "n_embd", "hidden_size", "d_model", "dim")
+_HAND_WRITTEN = (torch.softmax, Tensor.softmax, functional.softmax)
 
 
 class RedirectedAttention(nn.Module):
@@ -28,11 +32,13 @@ class RedirectedAttention(nn.Module):
 
     original: ClassVar[type[nn.Module]]
     """Class of the module before the conversion."""
+    has_softmax: ClassVar[bool]
+    """Whether its forward pass may also compute softmax by hand."""
     core: AttentionCore
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Forward pass of the original class with the attention of `core`."""
-        redirection = _Redirection(self.core, self.original.__name__)
+        redirection = _Redirection(self.core, self.original.__name__, self.has_softmax)
         # `with ... as` hides the attributes of the context from torch.compile.
         with redirection:
             output = super().forward(*arguments, **keywords)
@@ -54,7 +60,8 @@ def plan_redirection(
     """Prepare another attention for a module that calls `scaled_dot_product_attention`.
 
     Args:
-        module: Module with the attributes `num_heads` and `head_dim` or `scale`.
+        module: Module with the attributes `num_heads` and `head_dim`, `embed_dim` or `scale`, or
+            other usual names of these.
         attention: Name in `reluformer.ATTENTIONS`.
         options: Options of the attention and of `AttentionCore`.
 
@@ -80,13 +87,17 @@ def plan_redirection(
 
 def why_not_redirected(module: nn.Module) -> str | None:
     """One clause that says why the attention of a module cannot be replaced, or None if it can."""
-    calls = _calls(type(module))
+    calls = count_calls(type(module))
     if calls is None:
         return "its source cannot be read"
+    if "forward" in vars(module):
+        return "its forward has been replaced on the instance, for example by accelerate"
+    if hasattr(module, "core"):
+        return "it has an attribute core of its own"
     if calls != 1:
         return f"its forward calls scaled_dot_product_attention {calls} times and not once"
     if _first(module, _HEADS) is None or _head_dim(module) is None:
-        return "it has no attributes num_heads and head_dim or scale"
+        return "it has no attributes num_heads and head_dim, embed_dim or scale"
     return None
 
 
@@ -94,7 +105,8 @@ def redirected_class(original: type[nn.Module]) -> type[nn.Module]:
     """Subclass of a module's class whose calls of torch's attention are redirected."""
     if original not in _CLASSES:
         name = f"Redirected{original.__name__}"
-        _CLASSES[original] = type(name, (RedirectedAttention, original), {"original": original})
+        fields = {"original": original, "has_softmax": mentions_softmax(original)}
+        _CLASSES[original] = type(name, (RedirectedAttention, original), fields)
     return _CLASSES[original]
 
 
@@ -122,9 +134,11 @@ def attention_layer(
 class _Redirection(TorchFunctionMode):
     """Context in which calls of torch's attention go to a core, and are counted."""
 
-    def __init__(self, core: AttentionCore, owner: str) -> None:
+    def __init__(self, core: AttentionCore, owner: str, has_softmax: bool) -> None:
         super().__init__()
         self.core, self.calls = core, 0
+        self.has_softmax = has_softmax
+        """Whether a call of softmax is an error."""
         self.owner = owner
         """Name of the class whose attention was replaced, for messages."""
 
@@ -138,6 +152,8 @@ class _Redirection(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             self.calls += 1
             return self.attend(*args, **(kwargs or {}))
+        if self.has_softmax and func in _HAND_WRITTEN:
+            raise self._error("no softmax beside it", "a call of softmax")
         if func is Tensor.unflatten:
             # torch.compile cannot trace the method of Python, which calls super().
             func = torch.unflatten
@@ -160,8 +176,8 @@ class _Redirection(TorchFunctionMode):
             raise self._error(
                 f"queries [batch, {heads} heads, ..., rows, width]", f"shape {tuple(query.shape)}"
             )
-        # Cosines have a scale of their own.
-        scale = None if self.core.row.cosine else scale
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = self.core.adapted_scale(scale)
         if query.dim() > 4:
             if attn_mask is not None:
                 raise self._error("no mask beside queries of more than 4 dimensions", "a mask")
@@ -214,22 +230,45 @@ def _core(module: nn.Module, attention: str, options: Mapping[str, Any] | None) 
     return core
 
 
-def _calls(original: type[nn.Module]) -> int | None:
-    """Number of calls of torch's attention in the source of `forward`; None without source."""
+@cache
+def source_of(function: Callable[..., Any]) -> str | None:
+    """Source of a function; None if it cannot be read."""
     try:
-        source = inspect.getsource(original.forward)
+        return inspect.getsource(function)
     except (OSError, TypeError):
         return None
-    return source.count("scaled_dot_product_attention(")
+
+
+def count_calls(kind: type[nn.Module]) -> int | None:
+    """Number of calls of torch's attention in the source of `forward`; None without source."""
+    source = source_of(kind.forward)
+    if source is None:
+        return None
+    own = functional.scaled_dot_product_attention
+    # It may be imported under another name.
+    variables = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    names = {name for name, value in variables.items() if value is own}
+    return sum(len(re.findall(rf"\b{name}\(", source)) for name in names | {own.__name__})
+
+
+def mentions_softmax(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass of a class, or a method that it calls, names softmax."""
+    forward = source_of(kind.forward) or ""
+    methods = (getattr(kind, name, None) for name in re.findall(r"self\.(\w+)\(", forward))
+    sources = [source_of(method) or "" for method in methods if inspect.isfunction(method)]
+    return any("softmax" in source for source in [forward, *sources])
 
 
 def _head_dim(module: nn.Module) -> int | None:
     """Width of a head, from the attributes of a module."""
-    width = _first(module, _WIDTHS)
+    width, total = _first(module, _WIDTHS), _first(module, _TOTAL_WIDTHS)
+    heads = _first(module, _HEADS)
+    if width is not None:
+        return width
+    if total is not None and heads:
+        return total // heads
     scale = getattr(module, "scale", None)
-    if width is None and isinstance(scale, float) and scale > 0:
-        return round(scale**-2)
-    return width
+    return round(scale**-2) if isinstance(scale, float) and scale > 0 else None
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:

@@ -331,8 +331,8 @@ def test_an_attention_of_torch_in_a_model_of_transformers_stays_and_is_reported(
     report = replace_attention(network, "relu")
     assert report.changed == {"encoder.layers.0.self_attn": "SiglipAttention"}
     assert report.unchanged == {
-        "head.attention": "MultiheadAttention of torch in a model of transformers, which a saved "
-        "folder would load with softmax"
+        "head.attention": "MultiheadAttention runs torch's attention in a model of transformers, "
+        "and a saved folder would load it with softmax"
     }
     assert type(network.head.attention) is nn.MultiheadAttention
     network.save_pretrained(tmp_path)
