@@ -146,7 +146,6 @@ def attention_mask(
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    config: Any = None,
     **options: Any,
 ) -> Tensor | None:
     """Mask function for `transformers.AttentionMaskInterface`.
@@ -163,8 +162,7 @@ def attention_mask(
         mask_function: transformers' predicate (batch, head, query, key) -> visible.
         attention_mask: Padding mask [B, positions], True for tokens; None without padding.
         device: Device of the mask.
-        config: Configuration of the model.
-        **options: Further arguments of `sdpa_mask`.
+        **options: Further arguments of `sdpa_mask`, and `config`, the configuration of the model.
 
     Returns:
         None where all keys are visible or causality alone hides keys, and the attention modules
@@ -175,7 +173,7 @@ def attention_mask(
     may_skip = options.pop("allow_is_causal_skip", True)
     may_skip_all = options.pop("allow_is_bidirectional_skip", False)
     may_skip = may_skip if rules is not None and rules.causal else may_skip_all
-    may_skip = may_skip and type(config) not in NEEDS_MASKS
+    may_skip = may_skip and type(options.get("config")) not in NEEDS_MASKS
     size = (batch_size, q_length, kv_length)
     traced = torch.compiler.is_compiling() or is_tracing(attention_mask)
     if rules is None or isinstance(q_offset, Tensor) or traced:
