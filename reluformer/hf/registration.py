@@ -11,6 +11,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import configuration_auto
@@ -52,6 +53,8 @@ def register() -> tuple[str, ...]:
     if not getattr(PreTrainedModel.post_init, "is_wrapped_by_reluformer", False):
         _wrap_models()
         wrap_configurations()
+        # `from_pretrained` sets fields of a configuration from arguments if it has them.
+        setattr(PreTrainedConfig, OPTIONS_FIELD, None)
         PreTrainedModel.save_pretrained = refusing_lost_attentions(PreTrainedModel.save_pretrained)
         _register_model_types()
         _register_own_models()

@@ -99,6 +99,15 @@ def test_changing_the_attention_changes_the_learned_options() -> None:
     assert not layer_attentions(model)
 
 
+def test_options_are_an_argument_of_from_pretrained(tmp_path: Path) -> None:
+    build("llama", "sdpa").save_pretrained(tmp_path)
+    assert "attention_options" not in (tmp_path / "config.json").read_text()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="normalised_relu", attention_options={"power": 2}
+    )
+    assert [layer.fixed_options for layer in layer_attentions(model)] == [{"power": 2}] * 2
+
+
 def test_an_optimizer_sees_the_thresholds() -> None:
     model = build("llama", "normalised_relu")
     keys = [key for key, _ in model.named_parameters() if key.endswith("threshold_offset")]
