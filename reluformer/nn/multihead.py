@@ -177,8 +177,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         ):
             if tensor.is_nested:
                 raise UserError(
-                    f"{name} must be a dense tensor, got a nested one (AttentionCore.packed takes "
-                    "packed sequences)"
+                    f"{name} must be a dense tensor, got a nested one; AttentionCore.packed takes "
+                    "packed sequences, and replace_attention of a whole encoder keeps it dense"
                 )
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim():
                 raise UserError(

@@ -37,7 +37,7 @@ def test_a_model_without_the_interface_is_refused(kind: str) -> None:
         with pytest.raises(UserError, match=message):
             change("relu")
         assert model.config._attn_implementation == "eager"
-        assert not hasattr(model.config, "attention_options")
+        assert model.config.attention_options is None
 
 
 def test_loading_a_model_without_the_interface_is_refused(tmp_path: Any) -> None:
