@@ -95,7 +95,7 @@ class PagedCache:
             if count:
                 new = [self._free.pop() for _ in range(count)]
                 place = slice(len(pages), len(pages) + count)
-                self.table[row, place] = torch.tensor(new, dtype=torch.int32)
+                self.table[row, place] = torch.tensor(new, dtype=torch.int32, device="cpu")
                 pages += new
 
     def append(
@@ -127,7 +127,8 @@ class PagedCache:
             return
         more = None
         if counts is not None:
-            more = torch.tensor(new, dtype=torch.int32).to(keys.device, non_blocking=True)
+            more = torch.tensor(new, dtype=torch.int32, device="cpu")
+            more = more.to(keys.device, non_blocking=True)
         if fused:
             from reluformer.ops.backends.triton.run_append import PagePool, append
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends.torch_state import is_untraced
+from reluformer.ops.backends.torch_state import PLAIN, is_untraced
 from reluformer.ops.call import Call, Prepared
 from reluformer.ops.rule import Rectified
 
@@ -41,7 +41,7 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
     neither are calls with tensors that `gate` refuses or rewrites.
     """
     q, k, v, visibility = call.q, call.k, call.v, call.visibility
-    if not is_untraced(q) or type(k) is not Tensor or type(v) is not Tensor:
+    if not is_untraced(q) or type(k) not in PLAIN or type(v) not in PLAIN:
         return None
     device = q.device
     if (

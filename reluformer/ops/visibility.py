@@ -70,7 +70,7 @@ class Visibility:
             return table.sum(dim=-1)
         end: Tensor | int = keys
         if self.key_lengths is not None:
-            end = self.key_lengths.to(device).clamp(0, keys).view(-1, 1, 1)
+            end = self.key_lengths.to(device, torch.int64).clamp(0, keys).view(-1, 1, 1)
         elif rows == 1:
             # A single row is the last position: it sees all keys.
             return keys if self.window is None else min(keys, self.window)
@@ -94,7 +94,7 @@ class Visibility:
         """
         end: Tensor | int = keys
         if self.key_lengths is not None:
-            end = self.key_lengths.to(device).clamp(0, keys).view(-1, 1, 1)
+            end = self.key_lengths.to(device, torch.int64).clamp(0, keys).view(-1, 1, 1)
         if not self.causal and self.window is None:
             return 0, end
         position = torch.arange(keys - rows, keys, device=device)

@@ -19,12 +19,22 @@ from reluformer.ops.stats import row_sums
 
 
 def with_cosines(attention: Attention, call: Call) -> Call:
-    """The call with q and k of length 1, at least float32, if the attention scores cosines."""
+    """The call with q and k of length 1 if the attention scores cosines."""
     if not attention.cosine:
         return call
-    wide = torch.promote_types(call.q.dtype, torch.float32)
-    q, k = (functional.normalize(t.to(wide), dim=-1).to(t.dtype) for t in (call.q, call.k))
-    return call._replace(q=q, k=k)
+    return call._replace(q=_of_length_one(call.q), k=_of_length_one(call.k))
+
+
+def _of_length_one(vectors: Tensor) -> Tensor:
+    """Vectors [..., D] divided by their lengths, in float32 at least; NaN for non-finite ones.
+
+    Those have gradient 0, so that a hidden one spoils nothing.
+    """
+    is_bad = ~vectors.isfinite().all(dim=-1, keepdim=True)
+    wide = torch.promote_types(vectors.dtype, torch.float32)
+    finite = vectors.masked_fill(is_bad, 0).to(wide)
+    unit = functional.normalize(finite, dim=-1).to(vectors.dtype)
+    return unit.masked_fill(is_bad, torch.nan)
 
 
 def per_head_rule(rule: Rectified, q: Tensor) -> Rectified:

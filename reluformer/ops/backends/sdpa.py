@@ -43,8 +43,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     branch = _Branch(attention, call, options)
     q, k, v, bias = _Inputs.apply(branch, call.q, call.k, call.v, call.bias)  # type: ignore[no-untyped-call]
     result = _run(call._replace(q=q, k=k, v=v, bias=bias))
-    result.output.register_hook(branch.save_gradient)  # type: ignore[no-untyped-call]
-    return result
+    return result._replace(output=_Output.apply(branch, result.output))  # type: ignore[no-untyped-call]
 
 
 class _Branch:
@@ -55,12 +54,7 @@ class _Branch:
         self.visibility, self.scale, self.dropout_p = call.visibility, call.scale, call.dropout_p
         self.gradient: Tensor | None = None
 
-    def save_gradient(self, gradient: Tensor) -> None:
-        """Hook of the output."""
-        if torch.is_grad_enabled():
-            self.gradient = gradient
-
-    def recompute(self, *saved: Any) -> tuple[Tensor | None, ...]:
+    def recompute(self, gradient: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
         """Differentiable gradients of q, k, v and bias."""
         if self.dropout_p > 0:
             raise UserError(
@@ -72,7 +66,7 @@ class _Branch:
         call = Call(q, k, v, self.visibility, self.scale, bias)
         output = reference.run(self.attention, call, self.options).output
         wanted = [t for t in inputs if t is not None and t.requires_grad]
-        gradients = iter(torch.autograd.grad(output, wanted, self.gradient, create_graph=True))
+        gradients = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
         return tuple(next(gradients) if t is not None and t.requires_grad else None for t in inputs)
 
 
@@ -88,9 +82,26 @@ class _Inputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and ctx.branch.gradient is not None:
-            return None, *ctx.branch.recompute(*ctx.saved_tensors)
+        # The gradient's graph leads back to the branch, which must not keep it.
+        gradient, ctx.branch.gradient = ctx.branch.gradient, None
+        if gradient is not None:
+            return None, *ctx.branch.recompute(gradient, *ctx.saved_tensors)
         return None, *grads
+
+
+class _Output(torch.autograd.Function):
+    """The output as it is; its gradient is kept for `_Inputs` if it is differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, branch: _Branch, output: Tensor) -> Tensor:
+        ctx.branch = branch
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        if torch.is_grad_enabled():
+            ctx.branch.gradient = grad
+        return None, grad
 
 
 def _screened(call: Call) -> tuple[Call, Tensor | None]:
@@ -133,8 +144,9 @@ def _run(call: Call) -> AttentionResult:
         mask = call.bias if mask is None else torch.where(mask, call.bias, -torch.inf)
         mask = mask.to(call.q.dtype)
     if mask is not None:
-        # torch takes no mask of fewer than two dimensions.
-        mask = mask.expand(*call.q.shape[:3], keys)
+        # torch takes no mask of fewer than two dimensions, and copies one for each head if it has
+        # a dimension for them.
+        mask = mask.expand(*mask.shape[:-2], rows, keys)
     with _kernels(call):
         output = functional.scaled_dot_product_attention(
             call.q,

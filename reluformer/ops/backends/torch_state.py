@@ -1,16 +1,19 @@
 """The state of torch around a call: autocast, gradients, tracing."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors whose operators nothing replaces."""
 
 
 def is_untraced(tensor: Tensor) -> bool:
     """Whether no compiler, tensor subclass, dispatch mode or transform is active."""
     return not (
         torch.compiler.is_compiling()
-        or type(tensor) is not Tensor
+        or type(tensor) not in PLAIN
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -23,6 +26,17 @@ def in_transform() -> bool:
     They support plain operations only.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def needs_plain_backward(*gradients: Tensor | None) -> bool:
+    """Whether a backward pass must consist of plain operations.
+
+    Its gradients will be differentiated again, or are batched (`is_grads_batched`).
+    """
+    if torch.is_grad_enabled():
+        return True
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(gradient is not None and is_batched(gradient) for gradient in gradients)
 
 
 def intercepts_operators(tensor: Tensor) -> bool:

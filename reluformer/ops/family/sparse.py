@@ -42,21 +42,28 @@ def _row_threshold(values: Tensor, power: float | Tensor) -> Tensor:
     """tau [..., Tq, 1] with sum max(values - tau, 0)^power = 1, for row maxima of 0 and power >= 1.
 
     The sum is convex and decreasing in tau, so Newton's method started at -1, left of the root,
-    climbs to it without overshooting. The search leaves no graph; one more Newton step, on a graph,
-    then has exactly the gradient that the implicit function theorem gives tau.
+    climbs to it without overshooting. The search leaves no graph. Two more steps, on a graph and
+    with the slope at the root as a constant, then have the first two derivatives of tau: where the
+    values differ by d from those of the root, one step is wrong by O(d^2) and two by O(d^3).
     """
     with torch.no_grad():
         tau = values.new_full((*values.shape[:-1], 1), -1.0)
         for _ in range(NEWTON_STEPS):
-            tau = tau + _newton_step(values, tau, power)
-    return tau + _newton_step(values, tau, power)
+            tau = tau + _surplus(values, tau, power) / _slope(values, tau, power)
+        slope = _slope(values, tau, power)
+    for _ in range(2):
+        tau = tau + _surplus(values, tau, power) / slope
+    return tau
 
 
-def _newton_step(values: Tensor, tau: Tensor, power: float | Tensor) -> Tensor:
+def _surplus(values: Tensor, tau: Tensor, power: float | Tensor) -> Tensor:
+    """Sum of the weights of each row, minus 1."""
+    return ((values - tau).clamp_min(0) ** power).sum(dim=-1, keepdim=True) - 1
+
+
+def _slope(values: Tensor, tau: Tensor, power: float | Tensor) -> Tensor:
+    """Minus the derivative of `_surplus` with respect to tau; 1 where that is 0."""
     distance = (values - tau).clamp_min(0)
-    surplus = (distance**power).sum(dim=-1, keepdim=True) - 1
-    with torch.no_grad():
-        live = distance > 0
-        slope = (power * torch.where(live, distance, 1.0) ** (power - 1) * live).sum(-1, True)
-        slope = slope + (slope == 0)
-    return surplus / slope
+    live = distance > 0
+    slope = (power * torch.where(live, distance, 1.0) ** (power - 1) * live).sum(-1, True)
+    return slope + (slope == 0)

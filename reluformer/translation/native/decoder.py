@@ -32,10 +32,11 @@ class NativeDecoder(StepDecoder):
         count = len(self)
         columns = (self.indices.tolist(), self.last.flatten().tolist(), self.parents.tolist())
         rows = (layout.Row * count)(*(layout.Row(*row) for row in zip(*columns, strict=True)))
-        logits, total = torch.empty(count, self.config.vocabulary), torch.empty(count, 1)
+        sizes = ((count, self.config.vocabulary), (count, 1))
+        logits, total = (torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes)
         step = self.model.library.decoder_step
         check_status(step(self.handle, rows, count, logits.data_ptr(), total.data_ptr()))
-        self.parents = torch.arange(count)
+        self.parents = torch.arange(count, device="cpu")
         return logits, total
 
     def keep(self, sentences: Tensor) -> None:

@@ -116,7 +116,7 @@ class Describer:
         rule = attention.row.rectified(options)
         if rule is None:
             return
-        heads = torch.ones(attention.heads)
+        heads = torch.ones(attention.heads, dtype=torch.float32, device="cpu")
         to.power, to.exponent = rule.power, rule.length_exponent
         to.row_normalise = rule.row_normalise or 0.0
         to.offset = self._numbers(-heads * rule.threshold)

@@ -17,6 +17,7 @@ from reluformer.ops.backends.cpu import tables, tiles
 from reluformer.ops.backends.cpu.native import calls as native
 from reluformer.ops.backends.cpu.plan import Plan, make_plan, normalised_factor, sum_dtype
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
+from reluformer.ops.backends.torch_state import needs_plain_backward
 from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.hidden import has_nonfinite
 from reluformer.ops.rule import Rectified
@@ -137,8 +138,7 @@ class _Attention(torch.autograd.Function):
         _is_spoilt: None,
     ) -> tuple[Tensor | None, ...]:
         q, k, v, gamma, threshold, x, kept, *results = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # These gradients will be differentiated again.
+        if needs_plain_backward(grad, grad_sum, grad_log):
             return None, *_recompute(ctx, (grad, grad_sum, grad_log))
         output, sums, logs = results or (None, None, None)
         plan, factor, exact = ctx.plan, ctx.factor, sum_dtype(q)
@@ -156,7 +156,7 @@ class _Attention(torch.autograd.Function):
         if plan.is_native:
             totals = None
             if q.dtype == torch.bfloat16 and any(ctx.needs_input_grad[4:]):
-                totals = native.RowTotals(*torch.empty(2, *q.shape[:3]))
+                totals = native.RowTotals(*q.new_empty(2, *q.shape[:3], dtype=torch.float32))
             gradients = native.backward(plan, q, k, v, threshold, rows, totals)
             dq, dk, dv, d_offset, is_spoilt = gradients
             if totals is not None:

@@ -6,6 +6,7 @@ C_i = scale^power / (gamma (n_i / 2)^length_exponent) multiplies each output row
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,9 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
     statistics = call.statistics
     is_native = not has_table and statistics < 2 and _has_kernel(call, trains)
     rules = call.visibility
+    if trains and rules.key_lengths is not None:
+        # The backward pass must not see a change of the caller's lengths.
+        rules = replace(rules, key_lengths=rules.key_lengths.clone())
     may_mix_hidden = rules.mask is not None or rules.window is not None
     may_mix_hidden |= (rules.causal and rows > 1) or (
         rules.key_lengths is not None and not is_native
@@ -96,7 +100,7 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
         0.0 if isinstance(threshold, Tensor) else float(threshold),
         rule.length_exponent,
         rule.power,
-        call.visibility,
+        rules,
         call.dropout_p,
         statistics if rule.row_normalise is None else max(statistics, 1),
         rule.row_normalise or 0.0,
@@ -136,7 +140,7 @@ def score_offset(plan: Plan, q: Tensor, threshold: Tensor | None) -> Tensor | No
         return threshold.detach().to(sum_dtype(q)) / -plan.scale
     if not plan.threshold:
         return None
-    return torch.full((q.shape[1],), -plan.threshold / plan.scale, dtype=sum_dtype(q))
+    return q.new_full((q.shape[1],), -plan.threshold / plan.scale, dtype=sum_dtype(q))
 
 
 _FACTORS: dict[tuple[object, ...], Tensor | float] = {}

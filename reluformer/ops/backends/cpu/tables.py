@@ -72,7 +72,7 @@ def forward(
     by_group, keys, values = _tables(plan, q, k, v, offset)
     sums = logs = x = kept = visible = None
     if plan.statistics:
-        sums = torch.zeros(by_group.shape[:3], dtype=sum_dtype(q))
+        sums = by_group.new_zeros(by_group.shape[:3], dtype=sum_dtype(q))
         logs = torch.zeros_like(sums) if plan.statistics > 1 else None
     if plan.is_whole:
         if plan.visibility.mask is not None or plan.visibility.key_lengths is not None:
@@ -164,7 +164,7 @@ def _tables(
     lengths = plan.visibility.key_lengths
     if lengths is not None and not plan.is_whole:
         longest = max(0, min(int(lengths.max()), k.shape[2])) if len(lengths) else 0
-        is_padding = (torch.arange(longest) >= lengths[:, None])[:, None, :, None]
+        is_padding = (torch.arange(longest, device=k.device) >= lengths[:, None])[:, None, :, None]
         k = k[:, :, :longest].masked_fill(is_padding, 0)
         v = v[:, :, :longest].masked_fill(is_padding, 0)
     return _grouped(q, groups), k.flatten(0, 1), v.flatten(0, 1)
@@ -181,7 +181,7 @@ def _with_offset(q: Tensor, k: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         parts.append(rest.to(q.dtype))
         rest = rest - parts[-1].to(rest.dtype)
     columns = torch.stack(parts, -1)[:, None].expand(*q.shape[:-1], len(parts))
-    ones = torch.ones((*k.shape[:-1], len(parts)), dtype=k.dtype)
+    ones = k.new_ones((*k.shape[:-1], len(parts)))
     return torch.cat([q, columns], -1), torch.cat([k, ones], -1)
 
 

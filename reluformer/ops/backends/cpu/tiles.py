@@ -99,7 +99,7 @@ def tiled_gradients(plan: Plan, inputs: Inputs, grad: Tensor, terms: list[Tensor
     q, k, v = inputs
     count, groups, n_q, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros(each.shape, dtype=wide) for each in inputs)
+    dq, dk, dv = (each.new_zeros(each.shape, dtype=wide) for each in inputs)
     scratch = _Scratch()
     height, width, together = _tile_sizes(plan, q, k.shape[1], n_q, 2)
     for tables in _slices(0, count, together):

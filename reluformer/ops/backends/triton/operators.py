@@ -17,7 +17,7 @@ from torch import Tensor
 from reluformer.errors import UserError
 from reluformer.ops.backends import recompute
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
-from reluformer.ops.backends.torch_state import is_untraced
+from reluformer.ops.backends.torch_state import is_untraced, needs_plain_backward
 from reluformer.ops.backends.triton.layout import empty_heads, last_contiguous, row_values
 from reluformer.ops.backends.triton.portable.arguments import OptionalInputs
 from reluformer.ops.backends.triton.problem import Problem, Settings
@@ -129,8 +129,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, out, row_sum, log_sum, count = ctx.saved_tensors
     problem, _ = unflatten((*inputs, *ctx.settings))
     gradients: Sequence[Tensor | None]
-    if torch.is_grad_enabled():
-        # These gradients will be differentiated again.
+    if needs_plain_backward(*grads):
         gradients = recomputed_gradients(problem, grads)
     else:
         gradients = input_gradients(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reluformer.ops.backends.gamma_gradient import RowGradients
-from reluformer.ops.backends.torch_state import is_untraced
+from reluformer.ops.backends.torch_state import is_untraced, needs_plain_backward
 from reluformer.ops.backends.triton import operators, run_backward, run_forward, tuning
 from reluformer.ops.backends.triton.backward_choice import Choice, new_store
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
@@ -228,9 +228,8 @@ class PreparedAttention(torch.autograd.Function):
         if prepared.has_inputs:
             optional = OptionalInputs(gamma, threshold, lengths, None, None, None, None)
         problem = Problem(q, k, v, optional, prepared.settings)
-        if torch.is_grad_enabled():
-            # These gradients will be differentiated again.
-            grads = (grad_out, grad_sum, grad_log)
+        grads = (grad_out, grad_sum, grad_log)
+        if needs_plain_backward(*grads):
             return *operators.recomputed_gradients(problem, grads), None, None
         saved = (out, row_sum, log_sum, None)
         needs = (needs_gamma, needs_shift)

@@ -36,7 +36,7 @@ def forward(
     factor = row_factor(plan, q, gamma)
     offset = score_offset(plan, q, threshold)
     out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
-    sums = torch.empty(q.shape[:3]) if plan.statistics else None
+    sums = q.new_empty(q.shape[:3], dtype=torch.float32) if plan.statistics else None
     addresses = (out.data_ptr(), 0 if sums is None else sums.data_ptr())
     outputs = (addresses, out.stride()[:3], _NO_GRADIENTS)
     problem, _owners = _problem(plan, (q, k, v), offset, factor, outputs)
@@ -75,7 +75,7 @@ def backward(
     if constant is not None:
         constant = constant.to(torch.float32).expand(q.shape[:3]).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    d_offset = torch.empty(q.shape[:2], dtype=torch.float64)
+    d_offset = q.new_empty(q.shape[:2], dtype=torch.float64)
     gradients = (
         grad.data_ptr(), 0 if constant is None else constant.data_ptr(), d_offset.data_ptr(),
         dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
@@ -146,10 +146,10 @@ def _problem(
 def _scratch(size: int) -> Tensor:
     """Memory of at least `size` bytes; small buffers are kept, one for each thread."""
     if size > _KEPT_BYTES:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     buffer: Tensor | None = getattr(_LOCAL, "buffer", None)
     if buffer is None:
-        buffer = _LOCAL.buffer = torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+        buffer = _LOCAL.buffer = torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
     return buffer
 
 
