@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.models import TyperPath
 
 from reluformer.errors import Diverged, UserError
 
@@ -59,6 +60,26 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             _exit(error)
 
     return run
+
+
+class FileCommand(TyperCommand):
+    """A command that refuses a repeated option of files, of which the last would count."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """The parser of the arguments."""
+        parser = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def parse_once(args: list[str]) -> Any:
+            options, rest, order = parse(args=args)
+            for option in order:
+                names_files = option.nargs == 2 or isinstance(option.type, TyperPath)
+                if names_files and not option.multiple and order.count(option) > 1:
+                    raise UserError(f"{option.opts[0]} must be given once")
+            return options, rest, order
+
+        parser.parse_args = parse_once  # type: ignore[method-assign]
+        return parser
 
 
 class CommandGroup(TyperGroup):

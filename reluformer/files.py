@@ -47,6 +47,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         # The name may be taken by a leftover, or by a link that another user has created.
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        if path.exists():
+            # A private file stays private.
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
         try:
             yield partial
             _sync_file(partial)

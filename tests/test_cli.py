@@ -34,6 +34,15 @@ def run(*arguments: object, stdin: str | bytes = "") -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
 
 
+def test_a_repeated_option_of_files_is_a_mistake() -> None:
+    for arguments in (
+        ("translate", "--input", "a", "--input", "b"),
+        ("prepare", "out", "--train", "a", "b", "--train", "c", "d"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and "must be given once" in result.output
+
+
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "reluformer", *map(str, arguments)]
 

@@ -240,3 +240,12 @@ def test_folders_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -
             check_folder(path)
         assert caught.value.filename == str(path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "loop"]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "private"
+    path.write_text("old")
+    path.chmod(0o600)
+    with atomic_path(path) as partial:
+        partial.write_text("new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600

@@ -22,7 +22,7 @@ from reluformer.cli.serving import serve
 from reluformer.cli.studies import report, study
 from reluformer.cli.training import recipes, train
 from reluformer.cli.translation import translate
-from reluformer.console import CommandGroup, guarded
+from reluformer.console import CommandGroup, FileCommand, guarded
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -35,7 +35,7 @@ for _command in (
     prepare, recipes, train, translate, quantise, serve, evaluate, inspect, study, report, bench,
     info, export_hf,
 ):  # fmt: skip
-    app.command()(guarded(_command))
+    app.command(cls=FileCommand)(guarded(_command))
 
 
 def main() -> None:

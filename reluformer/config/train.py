@@ -8,6 +8,8 @@ from reluformer.config.schema import check_fields
 from reluformer.errors import UserError
 from reluformer.model.losses import MARGIN
 
+_MOST_THREADS = 256
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -107,6 +109,8 @@ class TrainConfig:
         check_at_least(1, self, "checkpoint_every", "entropy_every", "calibration_batches")
         check_at_least(1, self, "bleu_examples", "average_last", "dev_every", "bleu_every")
         check_at_least(1, self, "patience", "sample_rows", "threads")
+        if self.threads is not None and self.threads > _MOST_THREADS:
+            raise UserError(f"threads must be at most {_MOST_THREADS}, got {self.threads}")
         check_at_least(0, self, "seed", "warmup", "regulariser_warmup")
         check_at_least(0, self, "weight_decay", "normalisation_weight", "entropy_weight")
         check_at_least(0, self, "entropy_margin", "expert_balance_weight")

@@ -21,6 +21,12 @@ class Format(NamedTuple):
     media_type: str
 
 
+BYTE_ORDER_MARK = "\ufeff"
+
+# Endings of files whose text would be translated together with their structure.
+_COMPRESSED = (".gz", ".xz")
+_UNREADABLE = (".vtt", ".ass", ".docx", ".odt", ".rtf", ".pdf")
+
 FORMATS = {
     "text": Format(parse_text, (".txt", ".text"), "text/plain"),
     "markdown": Format(parse_markdown, (".md", ".markdown"), "text/markdown"),
@@ -41,10 +47,23 @@ def parse(text: str, name: str) -> list[Part]:
     """
     if name not in FORMATS:
         raise UserError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
-    return FORMATS[name].parse(text)
+    # Editors of Windows begin files with this mark.
+    mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
+    parts = FORMATS[name].parse(text.removeprefix(mark))
+    return [mark, *parts] if mark else parts
 
 
 def format_by_name(path: Path) -> str | None:
-    """Name of the format that the ending of a file's name says, or None."""
+    """Name of the format that the ending of a file's name says, or None.
+
+    Raises:
+        UserError: The file has a format that is not read, or a document is compressed.
+    """
     ending = path.suffix.lower()
-    return next((name for name, format_ in FORMATS.items() if ending in format_.endings), None)
+    if ending in _UNREADABLE:
+        formats = ", ".join(name for name in FORMATS if name != "text")
+        raise UserError(f"{path}: {ending} files are not read; convert it to one of {formats}")
+    name = next((name for name, format_ in FORMATS.items() if ending in format_.endings), None)
+    if ending in _COMPRESSED and format_by_name(path.with_suffix("")) not in (None, "text"):
+        raise UserError(f"{path}: a document must not be compressed")
+    return name

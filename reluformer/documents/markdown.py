@@ -18,8 +18,8 @@ from reluformer.documents.passage import Part
 from reluformer.documents.plain_text import split_lines
 from reluformer.documents.wrapping import wrap
 
-_FRONT_MATTER = re.compile(r"\ufeff?---[ \t]*\r?\n(?:.*\r?\n)*?(?:---|\.\.\.)[ \t]*(?:\r?\n|\Z)")
-_SPECIAL = re.compile(r"[\\`*\[<~]|(?<!\w)_|_(?!\w)|\](?=[\[(:])|&(?=#?\w+;)")
+_FRONT_MATTER = re.compile(r"---[ \t]*\r?\n(?:.*\r?\n)*?(?:---|\.\.\.)[ \t]*(?:\r?\n|\Z)")
+_SPECIAL = re.compile(r"[\\`*\[<~]|(?<!\w)_|_(?!\w)|\]|&(?=#?\w+;)")
 _LINE_START = re.compile(r"(?m)^(?:(\d{1,9})(?=[.)](?:\s|$))|(?=[-+](?:\s|$)|[#>=|]|-{2,}|:-))")
 
 

@@ -15,7 +15,14 @@ _SOFT_BREAK = re.compile(r"[ \t]*\n[ \t]*")
 _LABEL = re.compile(r"\[((?:\\.|[^\[\]\\])*+)\]", re.DOTALL)
 _SPACE = re.compile(r"[ \t\n]*")
 _TASK = re.compile(r"\[[ xX]\](?=\s)")
+_NOTE = re.compile(r"\[![A-Z]+\]\s*")
+"""The kind of a note, which has a line of its own."""
 _TICKS = re.compile(r"`+")
+# Footnotes, kinds of notes, wiki links, fields of templates and mathematics are no text.
+_KEPT = re.compile(
+    r"(?<!\\)(?:\[\^[^\]\s]+\]:?|\[![A-Z]+\]|\[\[[^\[\]\n]+\]\]|\{\{[^{}\n]*\}\}"
+    r"|\$\$[^$\n]+\$\$|\$(?=[^\s$])[^$\n]*?(?<=[^\s\\])\$(?!\d))"
+)
 
 
 class Untraceable(Exception):
@@ -28,6 +35,10 @@ class InlineReader:
     def __init__(self, token: Token) -> None:
         self._source, self._children = token.content, token.children or []
         self._position = 0
+        self._kept = [match.span() for match in _KEPT.finditer(self._source)]
+        """Places of what is no text, in order."""
+        self._is_inside = False
+        """Whether the position is inside the first of these places."""
         self._labels: list[str | None] = []
         """Labels of the links that are open; None for a link with an address."""
 
@@ -46,6 +57,8 @@ class InlineReader:
                     builder.verbatim(self._until(">"))
             elif not inside_address and child.type == "hardbreak":
                 parts += [*builder.finish(), self._match(_HARD_BREAK)]
+            elif child.type == "softbreak" and _NOTE.fullmatch(self._source[: self._position]):
+                parts += [*builder.finish(), self._match(_SOFT_BREAK)]
             elif not inside_address:
                 self._read(child, builder)
         rest = self._source[self._position :]
@@ -55,6 +68,8 @@ class InlineReader:
 
     def _read(self, child: Token, builder: Builder) -> None:
         """Move behind a token, and add it to the block."""
+        if child.type != "text" and self._is_inside:
+            raise Untraceable
         match child.type:
             case "text":
                 self._text(child.content, builder)
@@ -90,10 +105,30 @@ class InlineReader:
             raise Untraceable
         # The box of a task list is no text.
         task = _TASK.match(text) if self._position == 0 else None
-        literal = self._literal(text)
+        start = self._position
+        self._literal(text)
         if task:
             builder.verbatim(task.group())
-        builder.text(literal.removeprefix(task.group() if task else ""))
+            start += len(task.group())
+        self._text_and_kept(start, builder)
+
+    def _text_and_kept(self, start: int, builder: Builder) -> None:
+        """Add the source from `start` to the position; what is kept may end in later tokens."""
+        while self._kept and self._kept[0][0] < self._position:
+            first, last = self._kept[0]
+            if not self._is_inside:
+                if first < start:
+                    # It is part of markup.
+                    del self._kept[0]
+                    continue
+                builder.text(self._source[start:first])
+            self._is_inside = last > self._position
+            if self._is_inside:
+                return
+            builder.verbatim(self._source[first:last])
+            del self._kept[0]
+            start = last
+        builder.text(self._source[start : self._position])
 
     def _literal(self, text: str) -> str:
         if not text or not self._source.startswith(text, self._position):

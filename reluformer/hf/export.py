@@ -1,8 +1,10 @@
 """Trained models of this package as folders that transformers loads."""
 
+import errno
 from pathlib import Path
 
 import tokenizers
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from reluformer.checkpoint import load_run
@@ -40,7 +42,10 @@ def export_run(run: Path | str, folder: Path | str) -> Path:
     generation.max_new_tokens = length
     generation.suppress_tokens = [loaded.model.config.pad_id, loaded.model.config.bos_id]
     with atomic_folder(target) as partial:
-        model.save_pretrained(partial)
+        try:
+            model.save_pretrained(partial)
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(target)) from None
         to_transformers(loaded.tokenizer, length).save_pretrained(partial)
     return target
 

@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from reluformer.errors import UserError
+from reluformer.serve.connection import timed_connections
 from reluformer.serve.limits import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -48,7 +49,7 @@ def serve(
             timeout_graceful_shutdown=_GRACE,
             timeout_keep_alive=5,
             h11_max_incomplete_event_size=2**15,
-            http="h11",
+            http=timed_connections(limits),
             ws="none",
             server_header=False,
         )

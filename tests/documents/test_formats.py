@@ -322,3 +322,47 @@ def test_formats_are_known_by_their_endings() -> None:
         UserError, match="format must be one of text, markdown, html, srt, got 'pdf'"
     ):
         parse("", "pdf")
+
+
+def test_a_byte_order_mark_stays_and_hides_no_structure() -> None:
+    document = "\ufeff# The costs\n\n- one\n"
+    assert texts(document, "markdown") == ["The costs", "one"]
+    assert rewrite(document, "markdown") == document
+    for name in FORMATS:
+        assert rewrite("\ufeffOne sentence.\n", name) == "\ufeffOne sentence.\n"
+
+
+def test_brackets_in_a_translation_do_not_end_a_link() -> None:
+    document = "See [the big page](http://x.y) now.\n"
+    changed = rewrite(document, "markdown", lambda text: text.replace("big", "]"))
+    assert rendered(changed).count("<a href") == 1 and ">the ] page</a>" in rendered(changed)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    ["[^1]", "[^a_b_c]", "[[the page]]", "{{ a field }}", "$x^2 + y$", "$$a = b$$"],
+)
+def test_what_is_no_text_in_markdown_is_kept(kept: str) -> None:
+    document = f"It costs $5 or CA$7, as {kept} says.\n\n[^1]: A *note* that explains.\n"
+    changed = rewrite(document, "markdown", str.upper)
+    assert kept in changed and "[^1]: A *NOTE* THAT EXPLAINS." in changed
+    assert "COSTS $5 OR CA$7, AS" in changed.replace("\\", "")
+
+
+def test_markup_inside_of_what_is_no_text_leaves_the_block_as_it_is() -> None:
+    document = "As $a *b* c$ says.\n"
+    assert texts(document, "markdown") == []
+    assert texts("As `$a` and $5 say.\n", "markdown") == ["As $a and $5 say."]
+
+
+def test_the_kind_of_a_note_keeps_its_line() -> None:
+    document = "> [!NOTE]\n> This is important.\n"
+    assert rewrite(document, "markdown") == document
+    assert texts(document, "markdown") == ["This is important."]
+
+
+@pytest.mark.parametrize("name", ["a.vtt", "a.DOCX", "a.srt.gz", "a.md.xz"])
+def test_files_that_would_lose_their_structure_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="not read; convert it|must not be compressed"):
+        format_by_name(Path(name))
+    assert format_by_name(Path("talk.en.gz")) is None
