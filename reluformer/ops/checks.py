@@ -38,7 +38,7 @@ def check_attention(attention: Attention, call: Call, options: Mapping[str, Any]
     _check_visibility(call)
     if attention.halves and call.q.shape[-1] % 2:
         raise UserError(f"{attention.name} attention needs an even width D, got {call.q.shape[-1]}")
-    _check_options(call, options, attention.learned)
+    _check_options(call, options, attention)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -109,21 +109,28 @@ def _check_visibility(call: Call) -> None:
         raise UserError(f"window must be at most {MOST_KEYS}, got {quote(rules.window)}")
 
 
-def _check_options(call: Call, options: Mapping[str, Any], learned: Mapping[str, str]) -> None:
-    """Refuse options whose shape does not fit the kind that `learned` gives them.
+def _check_options(call: Call, options: Mapping[str, Any], attention: Attention) -> None:
+    """Refuse options that are no finite numbers, and tensors whose shape does not fit.
 
-    An option that `learned` does not name may still be a tensor of one value per head.
+    An option that no model learns may still be a tensor of one value per head.
     """
+    learned = attention.learned
     batch, heads, rows, _ = call.q.shape
     token = (batch, heads, rows, call.v.shape[3])
     for name, value in options.items():
         kind = learned.get(name, "head")
         if isinstance(value, Tensor):
+            if value.dtype not in FLOATS:
+                raise UserError(f"{name} must be a floating-point tensor, got {value.dtype}")
             fits = _fits(value.shape, kind, token)
         elif name in learned:
             fits = _is_number(value) if kind == "head" else value is None
+        elif value is None:
+            fits = attention.rule is not None or attention.defaults[name] is None
         else:
-            fits = True
+            # A rule has sentences of its own.
+            is_finite = _is_number(value) and abs(value) <= LARGEST
+            fits = attention.rule is not None or is_finite
         if not fits:
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else quote(value)
             raise UserError(f"{name} must be {_allowed(kind, token)}, got {got}")

@@ -104,6 +104,31 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("name", "option", "value", "message"),
+    [
+        ("relu_n", "length_exponent", "a", "must be a number, got 'a'"),
+        ("relu_n", "length_exponent", 2000, "must be at most 1000, got 2000"),
+        ("entmax", "alpha", "x", "must be a number or a tensor .* got 'x'"),
+        ("sigmoid", "offset", "x", "must be a number or a tensor .* got 'x'"),
+        ("polynomial", "power", 10**400, "must be a number or a tensor"),
+        ("tra", "kappa", None, "must be a number or a tensor .* got None"),
+        ("assa", "mix", torch.tensor([1, 1]), "must be a floating-point tensor, got torch.int64"),
+        ("sink", "sink", torch.ones(4) * 1j, "must be a floating-point tensor, got torch.complex"),
+    ],
+)
+def test_options_that_are_no_numbers(name: str, option: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"{option} {message}"):
+        attention(name, Q, K, V, **{option: value})
+
+
+@pytest.mark.parametrize("arguments", [(["relu"],), ("relu", ["auto"])])
+def test_names_that_are_no_text(arguments: tuple[Any, ...]) -> None:
+    name, impl = (*arguments, "auto")[:2]
+    with pytest.raises(UserError, match=r"unknown attention \['relu'\]|got \['auto'\]"):
+        attention(name, Q, K, V, impl=impl)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         (

@@ -106,7 +106,7 @@ def choose(attention: Attention, call: Call, rule: Rectified | None, impl: str) 
         for name, backend in BACKENDS.items():
             if backend.device in (None, device) and not why_not(backend, attention, call, rule):
                 return name
-    if impl not in BACKENDS:
+    if not isinstance(impl, str) or impl not in BACKENDS:
         allowed = ", ".join(["auto", *BACKENDS])
         raise UserError(f"impl must be one of {allowed}, got {impl!r}")
     reason = why_not(BACKENDS[impl], attention, call, rule)

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.ops.memory import Scores
 from reluformer.ops.rule import Rectified, per_head
 
@@ -57,7 +57,10 @@ def normalised_relu(
 
 def relu_n(*, length_exponent: float = 1.0) -> Rectified:
     """ReLU(s) / n^length_exponent; the paper finds exponents near 1 best."""
-    return Rectified(gamma=2.0**length_exponent, length_exponent=length_exponent)
+    rule = Rectified(length_exponent=length_exponent)
+    if length_exponent > 1000:
+        raise UserError(f"length_exponent must be at most 1000, got {quote(length_exponent)}")
+    return replace(rule, gamma=2.0**length_exponent)
 
 
 def rela() -> Rectified:

@@ -234,6 +234,6 @@ ATTENTIONS: dict[str, Attention] = {row.name: row for row in _ROWS}
 
 def lookup(name: str) -> Attention:
     """The attention called `name`."""
-    if name not in ATTENTIONS:
+    if not isinstance(name, str) or name not in ATTENTIONS:
         raise UserError(f"unknown attention {name!r}; known: {', '.join(sorted(ATTENTIONS))}")
     return ATTENTIONS[name]
