@@ -121,6 +121,7 @@ def test_malformed_overrides_are_refused(path: Path, text: str) -> None:
         (11, "  patience: 3\n  dev_every: null", "train.patience needs train.dev_every"),
         (11, "  entropy_every: 0", "train.entropy_every must be at least 1, got 0"),
         (11, "  sample_rows: 4\n  entropy_every: 2", "train.entropy_every must be 1 when"),
+        (11, "  threads: 100000", "train.threads must be at most 256, got 100000"),
         (11, "  batch_tokens: 8", "train.batch_tokens must be at least 256 to hold"),
         (
             3,

@@ -7,7 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from typer.testing import CliRunner  # noqa: E402  # after the check for the package
+from safetensors import SafetensorError  # noqa: E402  # after the check for the package
+from typer.testing import CliRunner  # noqa: E402
 
 from reluformer import ReLUFormer, Translator  # noqa: E402
 from reluformer.cli import app  # noqa: E402
@@ -70,3 +71,15 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0 and (out / "tokenizer.json").is_file()
     again = CliRunner().invoke(app, ["export-hf", str(run), str(out)])
     assert again.exit_code == 2
+
+
+def test_a_full_disk_is_an_error_of_the_system(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*arguments: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", save)
+    with pytest.raises(OSError, match="No space left on device"):
+        export_run(run, tmp_path / "exported")
+    assert not list(tmp_path.glob("exported*"))

@@ -217,3 +217,11 @@ def test_the_tokenizer_has_the_same_ids(tmp_path: Path) -> None:
     assert document == [*ours.encode_document(["It costs.", "It leaves."]), ours.eos]
     assert theirs.decode(batch["input_ids"][0], skip_special_tokens=True) == "It costs  noon\n."
     assert theirs.model_max_length == 64
+
+
+def test_logits_of_chosen_positions() -> None:
+    model = ReLUFormerForCausalLM.from_model(ReLUFormerLM(CONFIG)).eval()
+    logits = model(tokens(2, 7)).logits
+    assert torch.equal(model(tokens(2, 7), logits_to_keep=2).logits, logits[:, -2:])
+    chosen = torch.tensor([0, 4])
+    assert torch.equal(model(tokens(2, 7), logits_to_keep=chosen).logits, logits[:, chosen])
