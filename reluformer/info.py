@@ -33,6 +33,12 @@ def info() -> dict[str, Any]:
     }
 
 
+def machine() -> dict[str, Any]:
+    """The part of `info` that results carry: versions and devices."""
+    described = info()
+    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}
+
+
 def commit() -> str | None:
     """Git commit of the package, followed by `+` if files have changed; None outside a checkout."""
     root = Path(__file__).parent.parent

@@ -56,7 +56,7 @@ def processes(device: DeviceKind | None) -> Iterator[Processes]:
         UserError: `device` is "cuda" and there is no GPU for this process.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    chosen = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if world == 1:
         yield Processes(0, 1, chosen)
         return
@@ -68,7 +68,8 @@ def processes(device: DeviceKind | None) -> Iterator[Processes]:
         dist.destroy_process_group()
 
 
-def _device(kind: DeviceKind | None, local_rank: int) -> torch.device:
+def find_device(kind: DeviceKind | None, local_rank: int = 0) -> torch.device:
+    """The device of a kind, by default a GPU if there is one; a `UserError` if it is missing."""
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")

@@ -37,7 +37,6 @@ def inspect(
     sums, dead rows and dead slots per head. For example: reluformer inspect runs/tiny --maps
     maps.html.
     """
-    import torch
 
     from reluformer.checkpoint import load_run
     from reluformer.files import check_folder, check_outputs, write_text
@@ -45,20 +44,19 @@ def inspect(
     from reluformer.inspection.measure import PERCENTS, inspect_model
     from reluformer.inspection.show import plot_inspection, print_inspection
     from reluformer.inspection.texts import dev_batch, text_batch
+    from reluformer.processes import find_device
 
     if examples < 1:
         raise UserError(f"examples must be at least 1, got {examples}")
     if against is not None and maps is None:
         raise UserError(f"against is {against}, which needs --maps")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device is cuda, but torch finds no GPU")
+    target = find_device(device)
     check_outputs([maps], [text])
     if plots is not None:
         check_folder(plots)
     percents = PERCENTS if top is None else _percents(top)
     loaded = load_run(run)
     other = None if against is None else load_run(against)
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.to(target)
     batch = dev_batch(loaded, examples) if text is None else text_batch(loaded, text, examples)
     result = inspect_model(

@@ -9,8 +9,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from reluformer.errors import UserError
+from reluformer.nn.multihead import MultiheadAttention
 from reluformer.nn.replace import LOOKS_LIKE_ATTENTION
-from reluformer.nn.sdpa import count_calls, source_of
+from reluformer.nn.sdpa import count_calls, first_size, source_of
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads")
 _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -58,36 +59,41 @@ def knows_causality(model: PreTrainedModel) -> bool:
     return model._supports_sdpa and None not in flags and (True in flags or not has_decoder)
 
 
+def left_at_softmax(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules that run torch's attention, which a configuration does not reach."""
+    for name, module in model.named_modules():
+        calls = count_calls(type(module)) and not _calls_interface(type(module))
+        if calls or isinstance(module, nn.MultiheadAttention):
+            yield name, module
+
+
 def warn_of_softmax(model: nn.Module, kind: str) -> None:
-    """Warn of modules that call torch's attention, which a configuration does not reach."""
-    for module in model.modules():
-        has_own = any(type(child) is nn.MultiheadAttention for child in module.children())
-        if has_own or (count_calls(type(module)) and not _calls_interface(type(module))):
-            warnings.warn(
-                f"attn_implementation={kind!r} leaves the attention of torch in "
-                f"{type(module).__name__} at softmax",
-                stacklevel=2,
-            )
+    """Warn of modules that keep torch's attention."""
+    for name, module in left_at_softmax(model):
+        if isinstance(module, MultiheadAttention):
+            continue
+        is_torch = isinstance(module, nn.MultiheadAttention)
+        owner = model.get_submodule(name.rpartition(".")[0]) if is_torch else module
+        warnings.warn(
+            f"attn_implementation={kind!r} leaves the attention of torch in "
+            f"{type(owner).__name__} at softmax",
+            stacklevel=2,
+        )
 
 
 def head_sizes(name: str, module: nn.Module, kind: str) -> tuple[int, int, int | None]:
     """Number of heads of a module, their width, and the width of values if it differs."""
     config = module.config
-    heads = _size(module, _HEADS) or getattr(config, "num_attention_heads", None)
+    heads = first_size(module, _HEADS) or getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
-    width = _size(module, _WIDTHS) or (hidden // heads if heads and hidden else None)
+    width = first_size(module, _WIDTHS) or (hidden // heads if heads and hidden else None)
     if heads is None or width is None:
         raise UserError(
             f"attn_implementation={kind!r} needs the number and the width of heads, and "
             f"{name or 'the model'} ({type(module).__name__}) has neither "
             f"{', '.join(_HEADS)} nor {', '.join(_WIDTHS)}"
         )
-    return heads, width, _size(module, ("v_head_dim",))
-
-
-def _size(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    sizes = (getattr(module, name, None) for name in names)
-    return next((size for size in sizes if isinstance(size, int)), None)
+    return heads, width, first_size(module, ("v_head_dim",))
 
 
 def is_cross_attention(name: str) -> bool:

@@ -1,10 +1,8 @@
 """Trained models of this package as folders that transformers loads."""
 
-import errno
 from pathlib import Path
 
 import tokenizers
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from reluformer.checkpoint import load_run
@@ -12,6 +10,7 @@ from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import atomic_folder
 from reluformer.hf.models import ReLUFormerForConditionalGeneration
+from reluformer.model.tensor_files import write_errors
 
 
 def export_run(run: Path | str, folder: Path | str) -> Path:
@@ -42,10 +41,8 @@ def export_run(run: Path | str, folder: Path | str) -> Path:
     generation.max_new_tokens = length
     generation.suppress_tokens = [loaded.model.config.pad_id, loaded.model.config.bos_id]
     with atomic_folder(target) as partial:
-        try:
+        with write_errors(target):
             model.save_pretrained(partial)
-        except SafetensorError as error:
-            raise OSError(errno.EIO, str(error), str(target)) from None
         to_transformers(loaded.tokenizer, length).save_pretrained(partial)
     return target
 

@@ -192,11 +192,11 @@ def check_request(
         has_none = part is model and not any(attention_modules(model))
         if has_none or ignores_interface(part):
             raise ignored_error(type(part), str(kind))
-        for name, module in attention_modules(part):
-            if module.config is part.config:
-                fields = getattr(part.config, OPTIONS_FIELD, None) if options is None else options
-                heads, width, value_dim = head_sizes(name, module, str(kind))
-                AttentionCore(heads, width, str(kind), fields, value_dim=value_dim)
+        fields = getattr(part.config, OPTIONS_FIELD, None) if options is None else options
+        own = ((n, m) for n, m in attention_modules(part) if m.config is part.config)
+        # Most layers have the same sizes, and one check serves them all.
+        for heads, width, value_dim in {head_sizes(n, m, str(kind)) for n, m in own}:
+            AttentionCore(heads, width, str(kind), fields, value_dim=value_dim)
 
 
 def replace_attention_modules(

@@ -20,18 +20,15 @@ from reluformer.hf.configuration import ReLUFormerConfig, own_attention_error
 from reluformer.model import ReLUFormer, ReLUFormerLM
 from reluformer.model.base import Reports
 from reluformer.model.blocks import DecoderLayer
-from reluformer.model.config import Site
 from reluformer.model.kv_cache import GrowingCache
 from reluformer.model.losses import attention_losses
 from reluformer.model.records import AttentionRecord, ForwardOptions
 from reluformer.nn.core import ROW_LOSS
 from reluformer.nn.row_loss import add_gradient
-from reluformer.ops.family.table import ATTENTIONS, lookup
+from reluformer.ops.family.table import ATTENTIONS
 
 SAMPLED_ROWS = 64
 """Number of query rows of each attention whose statistics a model reports."""
-
-_SITES: tuple[Site, ...] = ("encoder", "decoder", "cross")
 
 
 class Decoded(NamedTuple):
@@ -65,7 +62,7 @@ class ReLUFormerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # no ty
             config.decoder_start_token_id = config.bos_token_id
         super().__init__(config)
         self.model = self.model_class(config.model_config())
-        self.row_loss = ROW_LOSS if self.regularised else 0.0
+        self.row_loss = ROW_LOSS if self.model.config.regularisable_sites else 0.0
         self.entropy_loss = 0.0
         self.row_loss_scale = 1.0
         self.statistics: list[AttentionRecord] | None = None
@@ -87,12 +84,6 @@ class ReLUFormerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # no ty
             wrapped = cls(ReLUFormerConfig.from_model_config(model.config, **fields))
         wrapped.model = model
         return wrapped
-
-    @property
-    def regularised(self) -> frozenset[Site]:
-        """Sites whose attention has row sums that a loss can act on."""
-        rows = {site: lookup(self.model.config.attention_at(site).kind) for site in _SITES}
-        return frozenset(site for site, row in rows.items() if row.regularisable)
 
     def get_input_embeddings(self) -> nn.Module:
         """Embedding of the source, or of the text of a language model."""
@@ -179,8 +170,11 @@ class ReLUFormerPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # no ty
         if self.statistics is not None:
             self.statistics.extend(records)
             return logits
-        regularised = [record for record in records if record.site in self.regularised]
-        if not (self._adds_losses and regularised):
+        if not self._adds_losses:
+            return logits
+        sites = self.model.config.regularisable_sites
+        regularised = [record for record in records if record.site in sites]
+        if not regularised:
             return logits
         losses = attention_losses(regularised)
         weights = ((losses.normalisation, self.row_loss), (losses.entropy, self.entropy_loss))

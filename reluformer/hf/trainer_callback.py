@@ -105,7 +105,8 @@ def _check_regularisable(part: AttentionCore | ReLUFormerPreTrainedModel) -> Non
     if isinstance(part, AttentionCore):
         name, is_regularisable = part.row.name, part.row.regularisable
     else:
-        name, is_regularisable = part.model.config.attention.kind, bool(part.regularised)
+        config = part.model.config
+        name, is_regularisable = config.attention.kind, bool(config.regularisable_sites)
     if not is_regularisable:
         raise UserError(
             f"row_loss and entropy_loss must be 0 for {name} attention, which is not rectified or "

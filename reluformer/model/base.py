@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.blocks import LayerOutput
-from reluformer.model.config import ModelConfig
+from reluformer.model.config import SITES, ModelConfig
 from reluformer.model.gamma import Gamma
 from reluformer.model.positions import Start, sinusoids
 from reluformer.model.pretrained import load_pretrained, save_pretrained
@@ -116,7 +116,7 @@ class Model(nn.Module):
 
 def shared_gamma(config: ModelConfig) -> Gamma | None:
     """The gamma of all attentions with a gamma per model; None if there are none."""
-    sites = (config.attention_at(site) for site in ("encoder", "decoder", "cross"))
+    sites = (config.attention_at(site) for site in SITES)
     inits = [site.gamma_init for site in sites if site.gamma == "model"]
     return Gamma(inits[0], learned=True, shared=True) if inits else None
 

@@ -12,6 +12,7 @@ from reluformer.model.memories.table import MEMORIES
 from reluformer.ops.family.table import ATTENTIONS
 
 Site = Literal["encoder", "decoder", "cross"]
+SITES: tuple[Site, ...] = ("encoder", "decoder", "cross")
 
 
 _PAPER_ATTENTION: dict[str, Any] = {
@@ -218,6 +219,12 @@ class ModelConfig:
         """The attention of a site: its own, or the common one."""
         config: AttentionConfig | None = getattr(self, f"{site}_attention")
         return self.attention if config is None else config
+
+    @property
+    def regularisable_sites(self) -> frozenset[Site]:
+        """Sites whose attention has row sums that losses act on."""
+        kinds = {site: self.attention_at(site).kind for site in SITES}
+        return frozenset(site for site, kind in kinds.items() if ATTENTIONS[kind].regularisable)
 
 
 def _check_name(field: str, name: str, table: Mapping[str, object]) -> None:

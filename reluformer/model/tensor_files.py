@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +15,22 @@ from reluformer.files import atomic_path
 from reluformer.reading import JSON_LIMIT, open_regular, parse_json
 
 
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn failures of safetensors to write into an `OSError` that names `path`."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from None
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors by name, atomically, with the default permissions of new files."""
     with atomic_path(path) as partial:
         partial.touch()
         mode = partial.stat().st_mode
-        try:
+        with write_errors(path):
             save_file(tensors, partial)
-        except SafetensorError as error:
-            raise OSError(errno.EIO, str(error), str(path)) from None
         # safetensors replaces the file by one that only its owner can read.
         partial.chmod(mode)
 

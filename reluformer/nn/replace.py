@@ -178,8 +178,7 @@ def _replace_in_transformers(
     kept = {
         name: f"{type(module).__name__} runs torch's attention in a model of transformers, and a "
         "saved folder would load it with softmax"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention) or count_calls(type(module))
+        for name, module in import_module("reluformer.hf.attention_modules").left_at_softmax(model)
     }
     return dict(report.changed), {**dict(report.unchanged), **kept}
 

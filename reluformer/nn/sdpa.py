@@ -96,7 +96,7 @@ def why_not_redirected(module: nn.Module) -> str | None:
         return "it has an attribute core of its own"
     if calls != 1:
         return f"its forward calls scaled_dot_product_attention {calls} times and not once"
-    if _first(module, _HEADS) is None or _head_dim(module) is None:
+    if first_size(module, _HEADS) is None or _head_dim(module) is None:
         return "it has no attributes num_heads and head_dim, embed_dim or scale"
     return None
 
@@ -219,7 +219,7 @@ def _install(module: Any, core: AttentionCore) -> None:
 def _core(module: nn.Module, attention: str, options: Mapping[str, Any] | None) -> AttentionCore:
     """A core that fits a module."""
     weight = next(module.parameters())
-    heads, head_dim = _first(module, _HEADS), _head_dim(module)
+    heads, head_dim = first_size(module, _HEADS), _head_dim(module)
     assert heads is not None and head_dim is not None
     core = AttentionCore(
         heads, head_dim, attention, options, device=weight.device, dtype=weight.dtype
@@ -241,12 +241,17 @@ def source_of(function: Callable[..., Any]) -> str | None:
 
 def count_calls(kind: type[nn.Module]) -> int | None:
     """Number of calls of torch's attention in the source of `forward`; None without source."""
-    source = source_of(kind.forward)
+    return _calls_in(kind.forward)
+
+
+@cache
+def _calls_in(function: Callable[..., Any]) -> int | None:
+    source = source_of(function)
     if source is None:
         return None
     own = functional.scaled_dot_product_attention
     # It may be imported under another name.
-    variables = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    variables = getattr(inspect.unwrap(function), "__globals__", {})
     names = {name for name, value in variables.items() if value is own}
     return sum(len(re.findall(rf"\b{name}\(", source)) for name in names | {own.__name__})
 
@@ -261,8 +266,8 @@ def mentions_softmax(kind: type[nn.Module]) -> bool:
 
 def _head_dim(module: nn.Module) -> int | None:
     """Width of a head, from the attributes of a module."""
-    width, total = _first(module, _WIDTHS), _first(module, _TOTAL_WIDTHS)
-    heads = _first(module, _HEADS)
+    width, total = first_size(module, _WIDTHS), first_size(module, _TOTAL_WIDTHS)
+    heads = first_size(module, _HEADS)
     if width is not None:
         return width
     if total is not None and heads:
@@ -271,7 +276,7 @@ def _head_dim(module: nn.Module) -> int | None:
     return round(scale**-2) if isinstance(scale, float) and scale > 0 else None
 
 
-def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
+def first_size(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """First of some attributes that is a whole number."""
     values = (getattr(module, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)

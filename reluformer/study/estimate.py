@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from reluformer.config.recipe import Recipe
-from reluformer.info import info
+from reluformer.info import machine
 from reluformer.study.cells import Cell, Outcome
 
 # Effective training speed per streaming multiprocessor and per CPU core, in FLOP/s. Measured: the
@@ -61,7 +61,7 @@ def estimate(
         jobs: Cells that run at the same time.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    devices = info()["devices"]
+    devices = machine()["devices"]
     here = [o for o in finished if o.detail.get("machine", {}).get("devices") == devices]
     tokens, seconds, sizes = 0, 0.0, [0.0]
     for cell, recipe in cells:

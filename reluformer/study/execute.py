@@ -20,7 +20,7 @@ from reluformer.config.migration import migrate
 from reluformer.config.recipe import Recipe, load_recipe
 from reluformer.console import guarded
 from reluformer.errors import Diverged
-from reluformer.info import commit, info
+from reluformer.info import commit, machine
 from reluformer.inspection.measure import Inspection, inspect_model, rounded
 from reluformer.inspection.texts import dev_batch
 from reluformer.reading import LOG_LIMIT, parse_json, read_json_object, read_text
@@ -241,7 +241,6 @@ def _probe(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
 
 def _described(job: Job) -> dict[str, Any]:
     """Settings, versions, hardware and commit."""
-    machine = info()
     return {
         "recipe": job.cell.recipe,
         "settings": dict(job.cell.settings),
@@ -251,7 +250,7 @@ def _described(job: Job) -> dict[str, Any]:
         "data": None if job.corpus is None else fingerprint(job.corpus),
         "budget": job.budget.name,
         "commit": commit(),
-        "machine": {k: machine[k] for k in ("reluformer", "python", "packages", "devices")},
+        "machine": machine(),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from reluformer.config.schema import build
 from reluformer.errors import UserError
 from reluformer.files import write_text
-from reluformer.info import info
+from reluformer.info import machine
 from reluformer.reading import JSON_LIMIT, parse_json, read_text
 from reluformer.study.cells import Outcome
 from reluformer.study.findings import Comparison, Table
@@ -77,8 +77,7 @@ def machine_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     for outcome in outcomes:
         if "machine" in outcome.detail:
             return dict(outcome.detail["machine"])
-    described = info()
-    return {name: described[name] for name in ("reluformer", "python", "packages", "devices")}
+    return machine()
 
 
 def _without_heads(outcome: dict[str, Any]) -> dict[str, Any]:

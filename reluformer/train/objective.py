@@ -20,7 +20,6 @@ from reluformer.model.losses import (
 )
 from reluformer.model.recording import is_opaque
 from reluformer.model.records import AttentionRecord, Record
-from reluformer.ops.family.table import lookup
 from reluformer.processes import Processes
 from reluformer.train.data_parallel import Parallel
 from reluformer.train.schedules import regulariser_share
@@ -28,8 +27,6 @@ from reluformer.train.schedules import regulariser_share
 LOSSES = ("loss", "nll", "normalisation", "entropy", "expert_balance")
 """Losses that a step reports, in order: the minimised loss, negative log-likelihood per token, and
 the regularisers without their weights."""
-
-_SITES: tuple[Site, ...] = ("encoder", "decoder", "cross")
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class Objective:
         """Sites whose attention has regularisers."""
         if self.config.normalisation_weight == 0 and self.config.entropy_weight == 0:
             return frozenset()
-        rows = {site: lookup(self.model.attention_at(site).kind) for site in _SITES}
-        return frozenset(site for site, row in rows.items() if row.regularisable)
+        return self.model.regularisable_sites
 
     @cached_property
     def record(self) -> Record:
