@@ -1,6 +1,7 @@
 """Times choices among the Hopper kernels beside each other and cuDNN's softmax.
 
     python -m benchmarks.kernel_choices --out choices.json
+    python -m benchmarks.kernel_choices --passes forward --out choices.json
     python -m benchmarks.kernel_choices --quick --out choices.json
 
 A choice is an override of `triton/tuning.py`: the tile of the forward kernel, and whether the
@@ -48,6 +49,7 @@ RULES: dict[str, dict[str, Any]] = {
     "plain": {},
 }
 TOKENS, FEATURES = 16_384, 2048
+PASSES = ("forward", "both")
 Row = dict[str, Any]
 
 
@@ -107,17 +109,19 @@ def compile_all(job: tuple[Case, str]) -> str | None:
     return None
 
 
-def measure(case: Case, choices: Sequence[str], rounds: int, device: str) -> list[Row]:
-    """Rows of all choices, forward, and forward and backward."""
+def measure(
+    case: Case, choices: Sequence[str], passes: Sequence[str], rounds: int, device: str
+) -> list[Row]:
+    """Rows of all choices for each pass: forward, or forward and backward."""
     calls = calls_of(case, choices, device)
     first = calls[choices[0]](True)
     apart = {choice: difference(calls[choice](True), first) for choice in choices}
     rows: list[Row] = []
-    for backward in (False, True):
+    for each in passes:
         clock = Clock(device)
-        chosen = {name: partial(call, backward) for name, call in calls.items()}
+        chosen = {name: partial(call, each == "both") for name, call in calls.items()}
         times = clock.rounds(chosen, rounds, 0.0)
-        head = {**case._asdict(), "pass": "both" if backward else "forward"}
+        head = {**case._asdict(), "pass": each}
         softmax = statistics.median(times[SOFTMAX])
         rows.append({**head, "choice": SOFTMAX, "ms": softmax})
         for choice in choices:
@@ -160,6 +164,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 1024, 16384])
     parser.add_argument("--rounds", type=int, default=10)
@@ -189,7 +194,7 @@ def main() -> None:
     report |= {"not_compiled": failed, "rows": rows}
     for case in cases:
         try:
-            rows += measure(case, options.choices, options.rounds, device)
+            rows += measure(case, options.choices, options.passes, options.rounds, device)
         except Exception as problem:
             rows.append({"case": str(case), "failed": in_short(problem)})
         write_json(options.out, report)
