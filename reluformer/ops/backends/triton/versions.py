@@ -29,7 +29,7 @@ PORTABLE: tuple[Version, Version] = ((3, 6), (3, 9))
 HOPPER: tuple[Version, ...] = ((3, 6), (3, 9))
 """Versions with which today's Hopper kernels have run on a GPU; no emulator shows every race."""
 _HOPPER_RECENT: tuple[Version, ...] = ((3, 6),)
-"""The same for stored score gradients and three consumers."""
+"""The same for stored score gradients, three consumers, and consumers that convert late."""
 _DIRECT: tuple[Version, ...] = ((3, 6), (3, 9))
 
 
@@ -47,7 +47,7 @@ def runs_hopper() -> bool:
 
 @cache
 def runs_recent_hopper() -> bool:
-    """Whether stored score gradients and three consumers may be the default."""
+    """Whether stored score gradients, three consumers and late conversion may be the default."""
     return installed() in _HOPPER_RECENT
 
 

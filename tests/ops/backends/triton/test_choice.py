@@ -176,13 +176,13 @@ def test_override_forces_or_forbids_hopper() -> None:
         assert not launch_forward.should_use(problem(64, 4096), 0, out)
 
 
-def test_untested_versions_use_neither_stored_gradients_nor_three_consumers(
+def test_untested_versions_use_neither_stored_gradients_nor_newer_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(versions, "runs_recent_hopper", lambda: False)
     call = problem(128, 4096, power=4)
     assert gradient_heads(call) == 0 and gradient_heads(call, limit=1 << 40) > 0
-    assert tile(problem(64, 4096, power=4)) == "two"
+    assert tile(problem(64, 4096, power=4)) == tile(problem(128, 4096, power=4)) == "two"
     assert tile(problem(64, 4096, power=4), forced="three") == "three"
 
 
@@ -200,16 +200,27 @@ def tile(call: Problem, statistics: int = 0, forced: str | None = None) -> str:
     raise AssertionError(f"no tile has {launched_tile}")
 
 
-def test_three_consumers_for_long_powers_at_width_64() -> None:
+def test_tile_of_powers_at_width_64() -> None:
     assert tile(problem(64, 4096, power=4), 1) == "three"
-    assert tile(problem(64, 16_384, power=2, causal=True)) == "three"
-    assert tile(problem(64, 4096, power=2, causal=True)) == "two"
+    assert tile(problem(64, 16_384, power=4, causal=True)) == "three"
+    assert tile(problem(64, 16_384, power=2, causal=True)) == "late"
+    assert tile(problem(64, 4096, power=4, causal=True)) == "late"
     assert tile(problem(64, 4096)) == tile(problem(64, 2048, power=4)) == "two"
+    assert tile(problem(64, 4096, causal=True)) == "two"
+
+
+def test_tile_of_powers_at_width_128() -> None:
+    assert tile(problem(128, 4096, power=2)) == "late"
+    assert tile(problem(128, 4096, power=4, causal=True), 1) == "late"
+    assert tile(problem(128, 2048, power=4)) == tile(problem(128, 4096)) == "two"
+
+
+def test_requested_tile_replaces_the_default() -> None:
     assert tile(problem(64, 4096, power=4), forced="two") == "two"
     assert tile(problem(64, 300), forced="three") == "three"
-    assert tile(problem(128, 4096, power=4), forced="late") == "late"
+    assert tile(problem(128, 300, power=4), forced="late") == "late"
     # Not supported: other widths and entropies.
-    assert tile(problem(128, 4096, power=4), forced="three") == "two"
+    assert tile(problem(128, 4096, power=4), forced="three") == "late"
     assert tile(problem(64, 4096, power=4, entropy_every=8), 2, forced="three") == "two"
 
 

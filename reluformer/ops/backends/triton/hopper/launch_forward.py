@@ -17,7 +17,7 @@ from reluformer.ops.backends.triton.hopper.arguments import (
 )
 from reluformer.ops.backends.triton.launch import Launch, processors
 from reluformer.ops.backends.triton.plan import is_interpreting
-from reluformer.ops.backends.triton.problem import Problem
+from reluformer.ops.backends.triton.problem import Problem, Settings
 from reluformer.ops.backends.triton.run_packed import (
     MAX_SEQUENCES,
     WorkListSize,
@@ -29,10 +29,12 @@ from reluformer.ops.backends.triton.run_packed import (
 # causal calls, and causal calls of power 8 and width 64.
 _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
-
 # Number of queries from which on three consumers were measured to be faster, for powers above 1
-# (`benchmarks/kernel_choices.py`). Tiles of 192 rows leave more rows of a short sequence empty.
+# (`benchmarks/kernel_choices.py`): full calls, and causal calls of powers above 2. Tiles of 192
+# rows leave more rows of a short sequence empty.
 _THREE_FROM, _CAUSAL_THREE_FROM = 4096, 16384
+# The same for two consumers that convert late, at width 128.
+_LATE_FROM = 4096
 
 
 class ForwardTile(NamedTuple):
@@ -63,7 +65,7 @@ TILES = {
     (128, "two"): ForwardTile(2, 64, 64, 4, q_in_registers=True),
     (128, "late"): ForwardTile(2, 64, 128, 2, q_in_registers=True, converts_late=True),
 }
-"""Tiles by head width and name. "late" is a candidate that `benchmarks/kernel_choices.py` times."""
+"""Tiles by head width and name."""
 
 
 class HopperLaunch(Launch):
@@ -237,11 +239,21 @@ def _tile(problem: Problem, statistics: int) -> ForwardTile:
     if statistics > 1:
         # Blocks of sampled entropies are whole tiles of two consumers.
         return TILES[width, "two"]
-    shortest = _CAUSAL_THREE_FROM if settings.causal else _THREE_FROM
-    is_faster = settings.power > 1 and settings.max_q >= shortest and versions.runs_recent_hopper()
-    default = "three" if is_faster and (width, "three") in TILES else "two"
+    default = _fastest_tile(width, settings)
     requested = TILES.get((width, tuning.current().forward_tile or default))
     return requested or TILES[width, default]
+
+
+def _fastest_tile(width: int, settings: Settings) -> str:
+    """Name of the tile that was measured to be the fastest."""
+    power, length = settings.power, settings.max_q
+    if power == 1 or not versions.runs_recent_hopper():
+        return "two"
+    if width == 128:
+        return "late" if length >= _LATE_FROM else "two"
+    if settings.causal:
+        return "three" if power > 2 and length >= _CAUSAL_THREE_FROM else "late"
+    return "three" if length >= _THREE_FROM else "two"
 
 
 def _items(problem: Problem, tile: ForwardTile) -> int:
