@@ -40,6 +40,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "three, recomputed": {"forward_tile": "three", "gradient_bytes": 0},
     "two, stored": {"forward_tile": "two", "gradient_bytes": 512 << 20},
     "late, stored": {"forward_tile": "late", "gradient_bytes": 512 << 20},
+    "late, 2 GiB": {"forward_tile": "late", "gradient_bytes": 2 << 30},
 }
 RULES: dict[str, dict[str, Any]] = {
     "power 4": {"power": 4, "threshold": -4.0, "row_normalise": 1e-4},

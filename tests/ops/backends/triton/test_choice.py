@@ -78,8 +78,8 @@ def test_forward_uses_hopper_for_packed_sequences_without_entropies() -> None:
 
 def test_backward_at_width_128_stores_signs_of_long_sequences() -> None:
     assert backward(problem(128, 256)) == (True, False)
-    assert backward(problem(128, 1024)) == (True, True)
-    assert backward(problem(128, 1024), level=1) == (True, True)
+    assert backward(problem(128, 1024, causal=True)) == (True, True)
+    assert backward(problem(128, 8192), level=1) == (True, True)
     assert backward(problem(128, 1024, power=2)) == (True, False)
     assert backward(problem(128, 128)) == (False, False)
 
@@ -114,12 +114,21 @@ def test_backward_stores_score_gradients_in_limited_memory() -> None:
 
 
 def test_score_gradients_are_stored_where_that_is_faster() -> None:
-    assert gradient_heads(problem(128, 1024, power=2)) > 0
-    for slower in (
-        problem(128, 4096),
-        problem(128, 4096, power=4, causal=True),
-        problem(128, 512, power=4),
+    for faster in (
+        problem(128, 1024, power=2),
         problem(128, 8192, power=4),
+        problem(128, 4096, power=4, causal=True),
+        problem(128, 4096),
+        problem(128, 8192, row_normalise=1.0),
+    ):
+        assert gradient_heads(faster) > 0
+    for slower in (
+        problem(128, 8192),
+        problem(128, 4096, power=2, causal=True),
+        problem(128, 2048, power=8, causal=True),
+        problem(128, 8192, row_normalise=1.0, causal=True),
+        problem(128, 512, power=4),
+        problem(128, 16_384, power=4),
         problem(64, 4096, power=4),
     ):
         assert gradient_heads(slower) == 0
@@ -205,8 +214,13 @@ def test_tile_of_powers_at_width_64() -> None:
     assert tile(problem(64, 16_384, power=4, causal=True)) == "three"
     assert tile(problem(64, 16_384, power=2, causal=True)) == "late"
     assert tile(problem(64, 4096, power=4, causal=True)) == "late"
-    assert tile(problem(64, 4096)) == tile(problem(64, 2048, power=4)) == "two"
-    assert tile(problem(64, 4096, causal=True)) == "two"
+    assert tile(problem(64, 2048, power=4)) == "late"
+    assert tile(problem(64, 2048, power=2)) == "two"
+
+
+def test_tile_of_power_1_at_width_64() -> None:
+    assert tile(problem(64, 4096)) == tile(problem(64, 16_384, causal=True)) == "two"
+    assert tile(problem(64, 16_384)) == "three"
 
 
 def test_tile_of_powers_at_width_128() -> None:

@@ -28,15 +28,11 @@ from reluformer.ops.backends.triton.hopper.launch_forward import (
 from reluformer.ops.backends.triton.launch import Launch, processors
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SIDE, WIDEST
-from reluformer.ops.backends.triton.problem import Problem
+from reluformer.ops.backends.triton.problem import Problem, Settings
 
 _SIDE = int(SIDE.value)
 # Number of queries and keys from which on the kernels were measured to be faster.
 _FROM = 256
-# Numbers of queries and keys for which stored score gradients were measured to be faster
-# (`benchmarks/kernel_choices.py`). Causal calls and those of width 64 gain nothing. Power 1 gains
-# at most 5 % over signs, which take a sixteenth of the memory.
-_STORED_FROM, _STORED_TO = 1024, 4096
 
 
 class Buffering(NamedTuple):
@@ -117,14 +113,27 @@ def signs_are_faster(problem: Problem) -> bool:
 
 
 def stored_gradients_are_faster(problem: Problem) -> bool:
-    """Whether the kernels were measured to be faster with stored score gradients."""
+    """Whether the kernels were measured to be faster with stored score gradients.
+
+    Calls of width 64 are slower: their gradients are as large for half of the arithmetic.
+    """
     settings = problem.settings
-    shortest, longest = sorted((settings.max_q, settings.max_k))
-    if settings.power == 1 or settings.causal or problem.q.shape[-1] != 128:
+    if problem.q.shape[-1] != 128 or not versions.runs_recent_hopper():
         return False
-    if not versions.runs_recent_hopper():
-        return False
-    return shortest >= _STORED_FROM and longest <= _STORED_TO
+    lengths = _lengths_to_store(settings)
+    return settings.max_q in lengths and settings.max_k in lengths
+
+
+def _lengths_to_store(settings: Settings) -> range:
+    """Numbers of queries and keys for which `benchmarks/kernel_choices.py` measured a gain.
+
+    Few heads of longer calls fit into memory at a time. Causal calls allocate the blocks that they
+    skip.
+    """
+    if settings.causal:
+        return range(4096, 8193) if settings.power > 2 else range(0)
+    is_plain = settings.power == 1 and settings.row_normalise == 0
+    return range(1024, 4097 if is_plain else 8193)
 
 
 def dkv_launch(

@@ -29,12 +29,9 @@ from reluformer.ops.backends.triton.run_packed import (
 # causal calls, and causal calls of power 8 and width 64.
 _FROM, _CAUSAL_FROM, _CAUSAL_POWER_8_FROM = 256, 512, 2048
 
-# Number of queries from which on three consumers were measured to be faster, for powers above 1
-# (`benchmarks/kernel_choices.py`): full calls, and causal calls of powers above 2. Tiles of 192
-# rows leave more rows of a short sequence empty.
-_THREE_FROM, _CAUSAL_THREE_FROM = 4096, 16384
-# The same for two consumers that convert late, at width 128.
-_LATE_FROM = 4096
+# Numbers of queries from which on other tiles were measured to be faster
+# (`benchmarks/kernel_choices.py`). Tiles of 192 rows leave more rows of a short sequence empty.
+_LONG, _VERY_LONG = 4096, 16384
 
 
 class ForwardTile(NamedTuple):
@@ -247,13 +244,17 @@ def _tile(problem: Problem, statistics: int) -> ForwardTile:
 def _fastest_tile(width: int, settings: Settings) -> str:
     """Name of the tile that was measured to be the fastest."""
     power, length = settings.power, settings.max_q
-    if power == 1 or not versions.runs_recent_hopper():
+    if not versions.runs_recent_hopper():
         return "two"
     if width == 128:
-        return "late" if length >= _LATE_FROM else "two"
+        return "late" if power > 1 and length >= _LONG else "two"
     if settings.causal:
-        return "three" if power > 2 and length >= _CAUSAL_THREE_FROM else "late"
-    return "three" if length >= _THREE_FROM else "two"
+        if power == 1:
+            return "two"
+        return "three" if power > 2 and length >= _VERY_LONG else "late"
+    if length >= (_VERY_LONG if power == 1 else _LONG):
+        return "three"
+    return "late" if power > 2 else "two"
 
 
 def _items(problem: Problem, tile: ForwardTile) -> int:
