@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,11 @@ from pathlib import Path
 _POLL = 0.1
 # A longer time between two polls means that the runner was suspended.
 _LONGEST_POLL = 1.0
+# Seconds without CPU time (below 1 %) after which a command has stalled, and how often a stalled
+# command is started again. Compilations of torch that run side by side can wait for each other
+# forever (https://github.com/pytorch/pytorch/pull/189290).
+_STALL = 180.0
+_RESTARTS = 2
 # Environment variable with the process of the queue.
 _RUNNER = "RELUFORMER_STUDY_RUNNER"
 
@@ -28,6 +34,16 @@ class Clock:
 class _Job:
     process: "subprocess.Popen[bytes]"
     log_begin: int
+    cpu_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    """Time since the command last used the CPU."""
+
+    def count(self, seconds: float) -> None:
+        """Add to the idle time, which starts again whenever the command uses the CPU."""
+        used = cpu_seconds(self.process.pid)
+        self.idle_seconds += seconds
+        if used is None or used - self.cpu_seconds > _STALL / 100:
+            self.cpu_seconds, self.idle_seconds = used or 0.0, 0.0
 
 
 @dataclass
@@ -43,6 +59,7 @@ class JobQueue:
     failed: dict[str, str] = field(default_factory=dict)
     """Exit status and last log line of each command that failed before the clock ended."""
     _live: dict[str, _Job] = field(default_factory=dict)
+    _stalls: Counter[str] = field(default_factory=Counter)
 
     def collect_clocks(self) -> dict[str, Clock]:
         """Remove and return the clocks of commands that no longer run."""
@@ -51,7 +68,8 @@ class JobQueue:
     def run(self, ready: Callable[[], Mapping[str, list[str]]]) -> list[str]:
         """Run commands in order; return the names of those that succeeded.
 
-        Commands that still run at the end are killed, and go on when they are started again.
+        Commands that still run at the end are killed, and go on when they are started again. So are
+        commands that have stalled.
 
         Args:
             ready: Returns the commands that can run now. It is called at the start and whenever a
@@ -82,6 +100,10 @@ class JobQueue:
                     is_current = False
                     if self._ended(name, live.pop(name)):
                         succeeded.append(name)
+                for name in [name for name, job in live.items() if job.idle_seconds > _STALL]:
+                    is_current = False
+                    if self._stalled(name, live.pop(name)):
+                        started.remove(name)
         finally:
             for name in list(live):
                 process = live.pop(name).process
@@ -98,7 +120,8 @@ class JobQueue:
         return _Job(process, begin)
 
     def _count(self, live: Mapping[str, _Job], seconds: float) -> None:
-        for name in live:
+        for name, job in live.items():
+            job.count(seconds)
             clock = self.clocks.setdefault(name, Clock())
             clock.seconds += seconds
             clock.device_seconds += seconds / len(live)
@@ -112,6 +135,32 @@ class JobQueue:
         self.failed[name] = f"exit status {job.process.returncode}: {line}"
         self.report(f"{name}: failed, {self.failed[name]}")
         return False
+
+    def _stalled(self, name: str, job: _Job) -> bool:
+        """Kill a command that has stalled; return whether it may start again."""
+        job.process.kill()
+        job.process.wait()
+        self._stalls[name] += 1
+        reason = f"stalled: no CPU time for {_STALL:.0f} s"
+        if self._stalls[name] > _RESTARTS:
+            self.failed[name] = reason
+            self.report(f"{name}: failed, {reason}")
+            return False
+        self.report(f"{name}: {reason}; started again")
+        return True
+
+
+def cpu_seconds(process: int) -> float | None:
+    """CPU time of a process; None if it is suspended, or where the system does not tell."""
+    try:
+        fields = (
+            Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        )
+    except OSError:
+        return None
+    if fields[0] in "Tt":
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def last_line(log: Path, begin: int) -> str:

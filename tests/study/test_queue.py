@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reluformer.study.queue import Clock, JobQueue
+from reluformer.study import queue as queue_module
+from reluformer.study.queue import Clock, JobQueue, cpu_seconds
 
 
 def python(program: str) -> list[str]:
@@ -60,6 +62,38 @@ def test_time_in_which_the_runner_was_suspended_does_not_count(
     queue = JobQueue(1, monotonic() + 5000, tmp_path, lambda line: None)
     queue.run(ready)
     assert 0 < queue.clocks["a"].seconds < 100
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+def test_a_stalled_command_is_started_again_and_a_busy_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "_STALL", 1.0)
+    once = f"import os, time; path = {str(tmp_path / 'once')!r}; first = not os.path.exists(path); "
+    once += "open(path, 'w').close(); time.sleep(60 * first)"
+    busy = "import time; end = time.monotonic() + 4\nwhile time.monotonic() < end: pass"
+    lines: list[str] = []
+    queue = JobQueue(3, time.monotonic() + 60, tmp_path, lines.append)
+    always = python("import time; time.sleep(60)")
+    commands = {"once": python(once), "busy": python(busy), "always": always}
+    assert set(queue.run(lambda: commands)) == {"once", "busy"}
+    assert queue.failed == {"always": "stalled: no CPU time for 1 s"}
+    restarts = [line.partition(":")[0] for line in lines if line.endswith("started again")]
+    assert sorted(restarts) == ["always", "always", "once"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+def test_a_suspended_command_has_not_stalled() -> None:
+    child = subprocess.Popen(python("import time; time.sleep(60)"))
+    try:
+        assert cpu_seconds(child.pid) is not None
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert cpu_seconds(child.pid) is None
+    finally:
+        child.kill()
+        child.wait()
+    assert cpu_seconds(child.pid) is None
 
 
 def test_a_command_that_becomes_ready_does_not_wait_for_the_others(tmp_path: Path) -> None:
