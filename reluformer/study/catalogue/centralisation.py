@@ -20,8 +20,9 @@ def _plan(plan: Plan) -> list[Cell]:
         for memory in MEMORIES
     ]
     attentions = [
-        sentence_cell(budget, attention=attention, rate=best_rate(plan, attention))
+        sentence_cell(budget, attention=attention, rate=best_rate(plan, attention), seed=seed)
         for attention in _ATTENTIONS[1:]
+        for seed in budget.seeds
     ]
     return memories + attentions
 
@@ -121,6 +122,6 @@ STUDY = Study(
     _conclude,
     None,
     tuple(Requirement({"memory": memory}) for memory in MEMORIES)
-    + tuple(Requirement({"attention": attention}) for attention in _ATTENTIONS),
+    + tuple(Requirement({"attention": attention}, seeds=3) for attention in _ATTENTIONS),
     notes="Measured on dev; at least one slot counts as the top, which weighs on short rows.",
 )
