@@ -4,8 +4,9 @@
     python -m benchmarks.kernel_choices --passes forward --out choices.json
     python -m benchmarks.kernel_choices --quick --out choices.json
 
-A choice is an override of `triton/tuning.py`: the tile of the forward kernel, and whether the
-backward kernels store score gradients. Calls go through the public
+A choice is an override of `triton/tuning.py`: the tile of the forward kernel, whether the
+backward kernels store score gradients, and whether one kernel computes all gradients (of short
+sequences: `--lengths 32 64 128`). Calls go through the public
 function, forward, and forward and backward. The choices and softmax run in interleaved rounds, and
 ratios are medians over the rounds. `apart` is the largest difference of a result from that of the
 first choice, relative to its norm. Processes compile all kernels first. `--quick` runs on a CPU,
@@ -41,6 +42,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "two, stored": {"forward_tile": "two", "gradient_bytes": 512 << 20},
     "late, stored": {"forward_tile": "late", "gradient_bytes": 512 << 20},
     "late, 2 GiB": {"forward_tile": "late", "gradient_bytes": 2 << 30},
+    "one pass": {"one_pass": True},
 }
 RULES: dict[str, dict[str, Any]] = {
     "power 4": {"power": 4, "threshold": -4.0, "row_normalise": 1e-4},

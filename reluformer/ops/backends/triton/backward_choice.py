@@ -13,7 +13,7 @@ from reluformer.ops.backends.triton import plan, tuning
 from reluformer.ops.backends.triton.hopper import launch_backward
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SIDE, SLACK, WIDEST, WORDS
-from reluformer.ops.backends.triton.problem import Problem
+from reluformer.ops.backends.triton.problem import Problem, pad
 
 # Signs are faster from this many queries and keys on, up to this width (measured with
 # `benchmarks/backward.py`; other widths were not measured), and may take this much memory.
@@ -21,6 +21,8 @@ _SIGNS_MIN_LENGTH, _SIGNS_MAX_WIDTH = 1024, 128
 _SIGN_BYTES = 256 << 20
 # Memory for score gradients.
 _GRADIENT_BYTES = 512 << 20
+# Largest tile of the kernel that computes all gradients: [128, 128] in bfloat16.
+_ONE_PASS_BYTES = 32 << 10
 
 
 class Choice(NamedTuple):
@@ -32,6 +34,8 @@ class Choice(NamedTuple):
     """Query heads, over all batches, whose signs are stored at a time; 0 without signs."""
     gradient_heads: int = 0
     """The same for score gradients, which are stored instead of signs."""
+    is_one_pass: bool = False
+    """Whether one kernel computes all gradients."""
 
     @property
     def stored_heads(self) -> int:
@@ -41,6 +45,8 @@ class Choice(NamedTuple):
 
 def choose(problem: Problem, level: int, grad_out: Tensor) -> Choice:
     """The choice for a call whose gradients have this `Gradients.level`."""
+    if tuning.current().one_pass and _fits_one_pass(problem):
+        return Choice(uses_hopper=False, sign_heads=0, is_one_pass=True)
     tensors = (problem.q, problem.k, problem.v, grad_out)
     signs_pay = _signs_are_faster(problem) and tuning.current().sign_bytes != 0
     uses_hopper = launch_backward.should_use(problem, level, tensors, signs_pay=signs_pay)
@@ -70,6 +76,27 @@ def sign_bytes(problem: Problem) -> int:
 def gradient_bytes(problem: Problem) -> int:
     """Bytes for the score gradients of one head, padded like the signs."""
     return 16 * sign_bytes(problem)
+
+
+def one_pass_tile(problem: Problem) -> tuning.Tile:
+    """The tile that holds all queries and keys of a sequence."""
+    queries, keys = (max(pad(n), 16) for n in (problem.settings.max_q, problem.settings.max_k))
+    return tuning.Tile(queries, keys, 8 if max(queries, keys) > 64 else 4, 1)
+
+
+def _fits_one_pass(problem: Problem) -> bool:
+    """Whether `one_pass_kernel` can run.
+
+    Its tiles are in registers. float16 would lose small gradients, which it rounds with their row
+    factors.
+    """
+    if problem.optional.mask is not None or problem.settings.dropout_p > 0:
+        return False
+    tile = one_pass_tile(problem)
+    side = max(tile.queries, tile.keys)
+    itemsize = problem.q.element_size()
+    fits = side * max(side, problem.width) * itemsize <= _ONE_PASS_BYTES
+    return fits and problem.q.dtype != torch.float16
 
 
 def _signs_are_faster(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan
-from reluformer.ops.backends.triton.backward_choice import Choice
+from reluformer.ops.backends.triton.backward_choice import Choice, one_pass_tile
 from reluformer.ops.backends.triton.descriptors import use_descriptors
 from reluformer.ops.backends.triton.hopper import launch_backward
 from reluformer.ops.backends.triton.launch import Launch
@@ -15,6 +15,7 @@ from reluformer.ops.backends.triton.layout import empty_heads
 from reluformer.ops.backends.triton.portable.arguments import Config, Strides
 from reluformer.ops.backends.triton.portable.backward_dkv import dkv_kernel
 from reluformer.ops.backends.triton.portable.backward_dq import dq_kernel
+from reluformer.ops.backends.triton.portable.backward_one_pass import one_pass_kernel
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.row_terms import row_terms_kernel, scale_rows_kernel
 from reluformer.ops.backends.triton.problem import Problem, head_strides, pad
@@ -76,23 +77,27 @@ def _at(tensor: Tensor | None, batches: slice, heads: slice) -> Tensor | None:
 class BackwardLaunches(NamedTuple):
     """Launches in the order in which they run; None for passes that a call does not need."""
 
-    uses_hopper: bool
-    scales_grad: bool
+    uses_hopper: bool = False
+    scales_grad: bool = False
     """`scale_rows` writes grad_out times its row factors, which dK and dV read instead."""
-    dots_first: bool
+    dots_first: bool = False
     """`scale_rows` writes dO.O; otherwise `dq` does, where it is needed."""
-    has_terms: bool
+    has_terms: bool = False
     """`scale_rows` or `row_terms` writes the terms of rows."""
-    scale_rows: Launch | None
-    row_terms: Launch | None
-    dkv: Launch
-    dq: Launch
+    scale_rows: Launch | None = None
+    row_terms: Launch | None = None
+    dkv: Launch | None = None
+    dq: Launch | None = None
+    one_pass: Launch | None = None
+    """Computes all gradients, instead of all other launches."""
 
 
 def prepare(
     problem: Problem, grads: Gradients, results: Results, choice: Choice
 ) -> BackwardLaunches:
     """The launches for tensors of these shapes and strides."""
+    if choice.is_one_pass:
+        return BackwardLaunches(one_pass=_one_pass_launch(problem, grads, results))
     has_signs = choice.sign_heads > 0
     tile = plan.pick_tile(problem, "dkv", signs=has_signs)
     is_half = problem.q.element_size() == 2
@@ -205,6 +210,31 @@ def _dq_launch(
         (strides, *plan.tile_arguments(problem), plan.numbers(problem)),
         {"CONFIG": config, "num_warps": tile.warps, "num_stages": tile.stages},
         tiled if tma else (),
+    )
+
+
+def _one_pass_launch(problem: Problem, grads: Gradients, results: Results) -> Launch:
+    """The launch for all gradients of short sequences."""
+    q, k, v, grad_out = problem.q, problem.k, problem.v, grads.grad_out
+    tile = one_pass_tile(problem)
+    config = _with_gradients(problem, plan.tile_config(problem, tile), grads.level)._replace(
+        ROW_DOT=results.row_dot is not None, ROW_SHIFT=results.row_shift is not None
+    )
+    strides = Strides(
+        q=head_strides(q),
+        k=head_strides(k),
+        v=head_strides(v),
+        out=None if grads.out is None else head_strides(grads.out),
+        grad_out=head_strides(grad_out),
+        dq=head_strides(results.dq),
+        dk=head_strides(results.dk),
+        dv=head_strides(results.dv),
+    )
+    return Launch(
+        one_pass_kernel,
+        problem.sequences * k.shape[1],
+        (strides, *plan.row_arguments(problem), plan.numbers(problem)),
+        {"CONFIG": config, "num_warps": tile.warps},
     )
 
 

@@ -26,8 +26,7 @@ from reluformer.ops.backends.triton.run_backward import (
     CHOICES,
     BackwardResult,
     Scratch,
-    run_dkv,
-    run_dq,
+    run_launches,
     terms_size,
 )
 from reluformer.ops.call import Call, KernelResult
@@ -175,8 +174,7 @@ class PreparedBackward:
             None if terms is None else new(*terms, dtype=torch.float32),
             None if store is None else new((store[0],), (1,), dtype=store[1]),
         )
-        run_dkv(launches, problem, grads, results, scratch)
-        run_dq(launches, problem, grads, results, scratch)
+        run_launches(launches, problem, grads, results, scratch)
         dq, dk, dv, row_dot, row_shift = results
         return BackwardResult(
             dq, dk, dv, row_dot, None if row_shift is None else row_shift.sum((0, 2))

@@ -134,9 +134,7 @@ def _run(
     if launches is None:
         launches = backward_launches.prepare(problem, grads, results, choice)
         BACKWARD_LAUNCHES.put(key, launches)
-    scratch = new_scratch(launches, problem, grads, stored)
-    run_dkv(launches, problem, grads, results, scratch)
-    run_dq(launches, problem, grads, results, scratch)
+    run_launches(launches, problem, grads, results, new_scratch(launches, problem, grads, stored))
 
 
 class Scratch(NamedTuple):
@@ -163,6 +161,27 @@ def new_scratch(
     return Scratch(scaled, terms, stored)
 
 
+def run_launches(
+    launches: BackwardLaunches,
+    problem: Problem,
+    grads: Gradients,
+    results: Results,
+    scratch: Scratch,
+) -> None:
+    """Launch everything that fills the results."""
+    if launches.one_pass is None:
+        run_dkv(launches, problem, grads, results, scratch)
+        run_dq(launches, problem, grads, results, scratch)
+        return
+    q, k, v, optional, _ = problem
+    grad_out, out, _, grad_sum, grad_log, row_sum = grads
+    dq, dk, dv, row_dot, row_shift = results
+    launches.one_pass(
+        q, k, v, grad_out, dq, dk, dv, out, grad_sum, grad_log, row_sum, row_dot, row_shift,
+        optional,
+    )  # fmt: skip
+
+
 def run_dkv(
     launches: BackwardLaunches,
     problem: Problem,
@@ -182,6 +201,7 @@ def run_dkv(
     if launches.row_terms is not None:
         launches.row_terms(grad_sum, grad_log, terms, count, row_sum, row_dot, optional)
     source = grad_out if scaled is None else scaled
+    assert launches.dkv is not None
     launches.dkv(
         q, k, v, source, results.dk, results.dv, stored, terms, count, row_sum, optional
     )  # fmt: skip
@@ -200,6 +220,7 @@ def run_dq(
     dq, _, _, row_dot, row_shift = results
     scaled, terms, stored = scratch
     pairs = None if stored is None else stored.view(torch.int32)
+    assert launches.dq is not None
     if launches.uses_hopper:
         source = grad_out if scaled is None else scaled
         launches.dq(q, k, v, source, dq, row_shift, pairs, terms, optional)

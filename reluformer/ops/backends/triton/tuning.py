@@ -172,9 +172,11 @@ class Override(NamedTuple):
     forward_tile: str | None
     """Name of the tile of the Hopper forward kernel (`hopper/launch_forward.py`), where the width
     and the statistics of a call allow it."""
+    one_pass: bool | None
+    """Whether one kernel computes all gradients of short sequences (`backward_one_pass.py`)."""
 
 
-_override = Override((), None, None, None, None, None)
+_override = Override((), None, None, None, None, None, None)
 
 
 def pick(
@@ -242,13 +244,15 @@ def override(
     gradient_bytes: int | None = None,
     hopper: bool | None = None,
     forward_tile: str | None = None,
+    one_pass: bool | None = None,
 ) -> Iterator[None]:
     """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
     _override = Override(
-        tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, forward_tile
-    )
+        tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, forward_tile,
+        one_pass,
+    )  # fmt: skip
     try:
         yield
     finally:

@@ -43,7 +43,14 @@ PATTERNS = {
     "asynchronous loads": "LDGSTS",
     "tensor memory loads": "UTMALDG",
 }
-PORTABLE = ("forward_kernel", "dkv_kernel", "dq_kernel", "decode_kernel", "append_kernel")
+PORTABLE = (
+    "forward_kernel",
+    "dkv_kernel",
+    "dq_kernel",
+    "one_pass_kernel",
+    "decode_kernel",
+    "append_kernel",
+)
 # Width and whether causal; two of the four combinations, where they suffice.
 SHAPES = ((64, True), (128, False))
 
@@ -149,6 +156,9 @@ def main() -> None:
         hopper_backward(width, causal, power, 0)
         COMPILER.label = f"{name}, power 4, stored"
         hopper_backward(width, causal, 4, 0, gradient_bytes=64 << 20)
+    for length, width in ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128)):
+        COMPILER.label = f"length {length}, width {width}"
+        one_pass(length, width)
     # The kernel with the fewest registers to spare.
     COMPILER.label = "width 128, causal True, power 8"
     hopper_backward(128, True, 8, None)
@@ -188,6 +198,19 @@ def hopper_backward(
         tma=True, sign_bytes=sign_bytes, gradient_bytes=gradient_bytes, hopper=True
     ):
         run_backward.backward(call, gradients(call), power > 1)
+
+
+def one_pass(length: int, width: int) -> None:
+    """A packed causal call of the models, whose gradients one kernel computes."""
+    q = torch.empty(1, 4 * length, 2, width, dtype=torch.bfloat16).transpose(1, 2)
+    ends = torch.zeros(5, dtype=torch.int32)
+    optional = NO_INPUTS._replace(cu_q=ends, cu_k=ends, threshold=torch.empty(2))
+    settings = Settings(width**-0.5, length, length, causal=True, power=4, row_normalise=1e-4)
+    call = Problem(q, q, q, optional, settings)
+    # Row values of packed calls are [tokens, heads].
+    grads = gradients(call)._replace(row_sum=torch.empty(4 * length, 2))
+    with tuning.override(one_pass=True):
+        run_backward.backward(call, grads, True)
 
 
 def hopper_full_power(tile: str, width: int, power: int, row_normalise: float) -> None:

@@ -81,6 +81,13 @@ def train() -> None:
             run_backward.backward(problem, grads._replace(**{name: row_sum}), False)
 
 
+def train_short() -> None:
+    """A backward of short sequences in one kernel."""
+    problem = Problem(Q, Q[:, :2], Q[:, 2:], NO_INPUTS, Settings(0.25, 20, 20, causal=True))
+    with tuning.override(one_pass=True):
+        run_backward.backward(problem, run_backward.Gradients(torch.zeros_like(Q)), True)
+
+
 def hopper() -> None:
     """A warp-specialised forward."""
     optional = NO_INPUTS._replace(gamma=torch.ones(2), key_lengths=LENGTHS)
@@ -107,6 +114,7 @@ def main() -> None:
     for _ in range(3):
         before = FakeUtils.encoded
         train()
+        train_short()
         hopper()
         hopper_backward()
         rounds.append(recorded())

@@ -13,6 +13,7 @@ from reluformer.ops.backends.triton import versions
 
 PORTABLE = {"forward_kernel", "dkv_kernel", "dq_kernel", "decode_kernel"}
 KERNELS = PORTABLE | {
+    "one_pass_kernel",
     "append_kernel",
     "hopper_forward_kernel",
     "hopper_dkv_kernel",
@@ -42,12 +43,15 @@ def _spill_limit(name: str) -> int:
     calls its assembler with `--regAllocOptLevel=2`, which makes them up to 93. The forward kernel
     of width 64 holds the weights of two key tiles above power 1. Its code for three consumers is
     three copies that have 160 registers each: it stores scalars around the loops. At width 128,
-    tiles of 128 keys leave no register to spare: the first tile of each row of tiles spills.
+    tiles of 128 keys leave no register to spare: the first tile of each row of tiles spills. So do
+    the largest tiles of the kernel that computes all gradients.
     """
     if versions.installed() > (3, 6):
         for kernel, limit in _SPILLS_WITH_NEWER_TRITON.items():
             if name.startswith(kernel):
                 return limit
+    if name.startswith("one_pass"):
+        return 64 if "length 128" in name else 0
     if "three consumers" in name:
         return 0 if "causal False" in name else 60
     if name.startswith("hopper_forward_kernel late"):
@@ -90,6 +94,10 @@ def test_hopper_code() -> None:
             assert code["asynchronous loads"] > 0, name
             assert code["packed rectifiers"] > 0, name
             assert code["shared"] <= 227 * 1024, name
+            continue
+        if name.startswith("one_pass"):
+            assert code["products"] + code["narrow products"] > 0, name
+            assert code["shared"] <= 160 * 1024, name
             continue
         assert code["products"] > 0, name
         assert code.get("unguarded", 0) == code.get("unmade", 0) == 0, name

@@ -76,12 +76,14 @@ def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize("one_pass", [False, True], ids=["two kernels", "one kernel"])
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "gamma", "normalised", "lengths"])
 def test_a_repeated_call_is_prepared_and_uses_the_new_values(
-    general: list[str], options: dict[str, Any]
+    general: list[str], options: dict[str, Any], one_pass: bool
 ) -> None:
-    for seed in range(4):
-        compare(inputs(seed=seed), options)
+    with tuning.override(one_pass=one_pass):
+        for seed in range(4):
+            compare(inputs(seed=seed), options)
     assert general == TWO_CALLS
 
 
