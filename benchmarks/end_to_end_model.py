@@ -124,7 +124,9 @@ def stepper(
     loss = torch.compile(translation_loss, dynamic=True) if compiled else translation_loss
     objective = Objective(config, model.config, group, autocast(config, device), loss)
     if should_use_graphs(config, group):
-        objective = replace(objective, replay=Graphs(partial(objective.add_gradients, parallel)))
+        work = partial(objective.add_gradients, parallel)
+        graphs = Graphs(work, list(learner.parameters.values()))
+        objective = replace(objective, replay=graphs)
 
     def take(batch: Batch, step: int) -> Tensor:
         torch.manual_seed(step_seed(config.seed, step, group.rank))

@@ -4,12 +4,14 @@ For models of this size, launching kernels takes the host longer than running th
 Batches come in few shapes, and each shape has its own graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from reluformer.data.batches import Batch
 
@@ -37,8 +39,8 @@ class Graphs:
     losses must be used before the next call overwrites them. Random numbers follow torch's seed.
     """
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, parameters: Sequence[Parameter]) -> None:
+        self._work, self._parameters = work, parameters
         self._seen: set[Shape] = set()
         self._captured: dict[Shape, _Captured] = {}
         self._pool: Any = None
@@ -64,7 +66,35 @@ class Graphs:
         static_numbers = numbers.clone()
         # Graphs never run at the same time, so all of them share one memory pool. The thread that
         # prepares batches may allocate memory during the capture: only this thread is checked.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            added_together(self._parameters),
+        ):
             losses = self._work(static, static_numbers)
         self._pool = graph.pool()
         return _Captured(graph, static, static_numbers, losses)
+
+
+@contextmanager
+def added_together(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Add the gradients that the block computes to those before it, all at once at its end.
+
+    Autograd would launch a kernel for each parameter, which takes about 3 % of a step.
+    """
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+        pairs = [
+            (old, parameter.grad)
+            for old, parameter in zip(before, parameters, strict=True)
+            if old is not None and parameter.grad is not None
+        ]
+        if pairs:
+            olds, news = zip(*pairs, strict=True)
+            torch._foreach_add_(olds, news)
+    finally:
+        for old, parameter in zip(before, parameters, strict=True):
+            if old is not None:
+                parameter.grad = old

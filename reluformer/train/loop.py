@@ -127,7 +127,9 @@ class _Loop:
             torch.compile(translation_loss, dynamic=True) if compiled else translation_loss,
         )
         if uses_graphs:
-            self.objective = dataclasses.replace(self.objective, replay=Graphs(self._add_gradients))
+            parameters = list(self.trainer.parameters.values())
+            replay = Graphs(self._add_gradients, parameters)
+            self.objective = dataclasses.replace(self.objective, replay=replay)
         lowest = self.state.lowest
         self.guard = Guard(self.config.explosion, math.inf if lowest is None else lowest)
         self.meter = Meter(group)

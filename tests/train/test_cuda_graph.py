@@ -1,7 +1,8 @@
-"""Steps as CUDA graphs against the same steps without. `pytest -m gpu`."""
+"""Steps as CUDA graphs against the same steps without. Most need a GPU: `pytest -m gpu`."""
 
 import json
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,25 +15,42 @@ from reluformer.data.batches import Batch
 from reluformer.model import ReLUFormer
 from reluformer.processes import Processes
 from reluformer.train import train
-from reluformer.train.cuda_graph import Graphs, Work
+from reluformer.train.cuda_graph import Graphs, Work, added_together
 from reluformer.train.data import load_data
 from reluformer.train.data_parallel import parallelise
 from reluformer.train.objective import Objective
 from reluformer.train.trainer_state import compile_layers
 from tests.train.tiny import tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs a CUDA device."""
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needs(test))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def recordable() -> None:
     # The test suite fills memory with NaN in a mode of torch that graphs cannot capture.
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_that_are_added_together(fails: bool) -> None:
+    used, unused, new = (torch.nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0, 3.0))
+    used.grad = kept = torch.tensor([5.0, 6.0])
+    with suppress(RuntimeError), added_together([used, unused, new]):
+        (used * new).sum().backward()
+        assert used.grad is not kept
+        if fails:
+            raise RuntimeError
+    assert used.grad is kept and unused.grad is None
+    assert kept.tolist() == ([5.0, 6.0] if fails else [8.0, 9.0])
+    assert new.grad is not None and new.grad.tolist() == [1.0, 1.0]
+
+
+@on_gpu
+@pytest.mark.usefixtures("recordable")
 @pytest.mark.parametrize("kind", ["relu", "softmax"])
 @pytest.mark.parametrize("weight", [0.0, 0.05])
 def test_gradients_of_a_graph_equal_those_without(kind: str, weight: float) -> None:
@@ -54,7 +72,7 @@ def test_gradients_of_a_graph_equal_those_without(kind: str, weight: float) -> N
     def work(batch: Batch, numbers: Tensor) -> Tensor:
         return objective.add_gradients(parallel, batch, numbers)
 
-    graphs, shapes = Graphs(work), set()
+    graphs, shapes = Graphs(work, list(model.parameters())), set()
     numbers = torch.tensor([0.01, 0.4, 0.3], device="cuda")
     endless = data.train.batches(recipe, fixed_shapes=True).endless()
     for turn in range(30):
@@ -77,6 +95,8 @@ def test_gradients_of_a_graph_equal_those_without(kind: str, weight: float) -> N
     assert len(shapes) >= 2
 
 
+@on_gpu
+@pytest.mark.usefixtures("recordable")
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.05])
 def test_compiled_and_captured_steps_equal_the_reference(entropy_weight: float) -> None:
     """Regularised steps: fused kernels in compiled layers, replayed, against the definition."""
@@ -101,7 +121,7 @@ def test_compiled_and_captured_steps_equal_the_reference(entropy_weight: float) 
             torch._dynamo.reset()
             counters.clear()
             compile_layers(model)
-            work = Graphs(work)
+            work = Graphs(work, list(model.parameters()))
         numbers = torch.tensor([0.01, 0.4, 0.3], device="cuda")
         losses, gradients = [], []
         endless = data.train.batches(recipe, fixed_shapes=True).endless()
@@ -119,6 +139,8 @@ def test_compiled_and_captured_steps_equal_the_reference(entropy_weight: float) 
             assert float((one - other).abs().max()) <= 1e-3 * scale
 
 
+@on_gpu
+@pytest.mark.usefixtures("recordable")
 @pytest.mark.parametrize("sample_rows", [None, 4])
 def test_captured_steps_learn(tmp_path_factory: pytest.TempPathFactory, sample_rows: int) -> None:
     losses = {}
