@@ -144,7 +144,8 @@ def attention(
         key_lengths: [B] int; batch element b sees keys j < key_lengths[b].
         window: Row i sees keys with |i + Tk - Tq - j| < window.
         scale: Factor on q.k; 1/sqrt(D) by default (1 for attentions on cosines).
-        bias: Added to the scaled scores, broadcastable to [B, H, Tq, Tk].
+        bias: Added to the scaled scores, broadcastable to [B, H, Tq, Tk]; -inf hides the key, as
+            False in `mask` does.
         dropout_p: Dropout rate of the weights; applied whenever it is above 0.
         impl: Backend: "triton", "cpu", "sdpa" or "reference". "auto" takes the fastest one that
             supports the call; a named backend is never replaced by another.

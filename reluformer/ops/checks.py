@@ -156,9 +156,12 @@ def _allowed(kind: str, token: tuple[int, ...]) -> str:
 def check_contents(attention: Attention, call: Call, options: Mapping[str, Any]) -> None:
     """`check_attention`, then the checks that read tensors and so synchronise with a GPU."""
     check_attention(attention, call, options)
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("bias", call.bias)):
-        if tensor is not None and not torch.isfinite(tensor).all():
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if not torch.isfinite(tensor).all():
             raise UserError(f"{name} must be finite, but holds NaN or infinite values")
+    # A bias of -inf hides a key.
+    if call.bias is not None and not (call.bias < torch.inf).all():
+        raise UserError("bias must be finite or -inf, but holds NaN or +inf")
     lengths = call.visibility.key_lengths
     if lengths is not None and bool(((lengths < 0) | (lengths > call.k.shape[2])).any()):
         raise UserError(

@@ -196,7 +196,8 @@ def _nan_at(tensor: Tensor, value: float = float("nan")) -> Tensor:
         ((_nan_at(Q), K, V), {}, "q must be finite, but holds NaN or infinite values"),
         ((Q, _nan_at(K, float("inf")), V), {}, "k must be finite"),
         ((Q, K, _nan_at(V)), {}, "v must be finite"),
-        ((Q, K, V), {"bias": _nan_at(torch.zeros(5))}, "bias must be finite"),
+        ((Q, K, V), {"bias": _nan_at(torch.zeros(5))}, "bias must be finite or -inf"),
+        ((Q, K, V), {"bias": torch.tensor(float("inf"))}, "but holds NaN or +inf"),
         ((Q, K, V), {"key_lengths": torch.tensor([5, 6])}, "between 0 and 5, got [5, 6]"),
         ((Q, K, V), {"key_lengths": torch.tensor([-1, 2])}, "between 0 and 5, got [-1, 2]"),
         ((Q, K, V), {"gamma": torch.tensor(0.0)}, "gamma must be greater than 0, got 0.0"),
@@ -208,6 +209,11 @@ def test_contents_are_read_only_on_request(
 ) -> None:
     relu_attention(*tensors, **arguments)
     assert message in _message(*tensors, **arguments, check=True)
+
+
+def test_a_bias_of_minus_infinity_passes_the_check() -> None:
+    bias = _nan_at(torch.zeros(5), float("-inf"))
+    assert relu_attention(Q, K, V, bias=bias, check=True).isfinite().all()
 
 
 def test_the_range_of_an_alpha_tensor_is_checked_on_request() -> None:

@@ -181,6 +181,48 @@ def test_a_row_that_sees_nothing_is_zero_with_zero_gradients(name: str, impl: st
 
 
 @every_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_of_minus_infinity_hides_like_a_mask(
+    name: str, impl: str, dtype: torch.dtype, causal: bool
+) -> None:
+    q, k, v = make(rows=4, dtype=dtype)
+    mask = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]) > 0
+    finite = torch.linspace(-1, 1, 20, dtype=dtype).view(4, 5)
+    bias = finite.masked_fill(~mask, -torch.inf).requires_grad_()
+    found = _run(name, q, k, v, bias=bias, causal=causal, impl=impl)
+    wanted = _run(name, q, k, v, bias=finite, mask=mask, causal=causal, impl=impl)
+    torch.testing.assert_close(found, wanted)
+    for tensor in found[:2]:
+        assert not tensor[:, :, 2].any()
+    output = attention(name, q, k, v, bias=bias, causal=causal, impl=impl)
+    (gradient,) = gradients(output, [bias])
+    assert gradient.isfinite().all() and not gradient[~mask].any()
+
+
+@every_attention
+def test_weights_and_statistics_follow_a_bias_of_minus_infinity(name: str) -> None:
+    q, k, v = make()
+    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]) > 0
+    bias = torch.zeros(3, 5, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    extras = {"return_weights": True, "return_stats": True, "return_sums": "entropy"}
+    found, wanted = (attention(name, q, k, v, **rule, **extras) for rule in (
+        {"bias": bias}, {"mask": mask}
+    ))  # fmt: skip
+    torch.testing.assert_close(found, wanted)
+    assert not found.weights[:, :, ~mask].any()
+
+
+@every_way
+def test_when_every_bias_is_minus_infinity_everything_is_zero(name: str, impl: str) -> None:
+    q, k, v = make()
+    for shape in ((), (5,), (2, 1, 1, 1)):
+        bias = torch.full(shape, -torch.inf, dtype=q.dtype)
+        for tensor in _run(name, q, k, v, bias=bias, impl=impl):
+            assert_same(tensor, torch.zeros_like(tensor))
+
+
+@every_way
 @pytest.mark.parametrize(
     "rules",
     [

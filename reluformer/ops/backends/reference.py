@@ -28,7 +28,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     Half-precision inputs are computed in float32; the output has the dtype of the input.
     """
     with _no_autocast(call.q.device):
-        return _run(attention, call, options)
+        return _run(attention, _bias_as_mask(call), options)
 
 
 def rectified(call: Call, rule: Rectified, kept: Tensor | None = None) -> KernelResult:
@@ -57,6 +57,17 @@ def _each_head(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if call.groups > 1:
         k, v = (tensor.repeat_interleave(call.groups, dim=1) for tensor in (k, v))
     return q, k, v
+
+
+def _bias_as_mask(call: Call) -> Call:
+    """The call with keys whose bias is -inf hidden by the mask; their bias is 0."""
+    bias, rules = call.bias, call.visibility
+    if bias is None or not hidden.may_be_nonfinite(bias):
+        return call
+    is_hidden = bias == -torch.inf
+    mask = ~is_hidden if rules.mask is None else rules.mask & ~is_hidden
+    bias = bias.masked_fill(is_hidden, 0.0)
+    return call._replace(visibility=replace(rules, mask=mask), bias=bias)
 
 
 def _run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
