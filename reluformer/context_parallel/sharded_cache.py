@@ -17,9 +17,10 @@ from reluformer.context_parallel.collectives import all_reduce_sum
 from reluformer.context_parallel.sharding import ShardedSequence, check_group
 from reluformer.errors import UserError
 from reluformer.ops.backends.fused import with_cosines
+from reluformer.ops.cache_inputs import check_tokens, in_dtype_of
 from reluformer.ops.call import Call
 from reluformer.ops.checks import check_attention, check_tensors
-from reluformer.ops.gate import in_autocast_dtype
+from reluformer.ops.gate import check_storage, in_autocast_dtype
 from reluformer.ops.growing_buffer import append_slots
 from reluformer.ops.visibility import Visibility
 
@@ -56,6 +57,9 @@ class ShardedCache:
         Raises:
             UserError: If the cache is not empty.
         """
+        if not isinstance(sequence, ShardedSequence):
+            raise UserError(f"sequence must be a ShardedSequence, got {type(sequence).__name__}")
+        check_tokens({"k": k, "v": v}, None)
         sequence.check(k, 2, "k")
         if self.length:
             raise UserError(
@@ -69,6 +73,10 @@ class ShardedCache:
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor) -> None:
         """Append t tokens, k [B, Hkv, t, D] and v [B, Hkv, t, Dv], equal on all ranks."""
+        stored = self._stored()
+        if stored is not None:
+            k, v = in_dtype_of(stored[0], k), in_dtype_of(stored[0], v)
+        check_tokens({"k": k, "v": v}, stored, None if stored is None else stored[0].shape[0])
         first, local = self.length, []
         for token in range(k.shape[2]):
             turn = self.loads.index(min(self.loads))
@@ -101,13 +109,7 @@ class ShardedCache:
             [B, H, Tq, Dv], on all ranks.
         """
         row = partial_sums.additive(name)
-        if self._keys is None or self._values is None or not 0 < q.shape[2] <= self.length:
-            raise UserError(
-                f"q must be [B, H, Tq, D] with Tq between 1 and the {self.length} tokens in the "
-                f"cache, got shape {list(q.shape)}"
-            )
-        stored = len(self._positions)
-        k, v = self._keys[:, :, :stored], self._values[:, :, :stored]
+        k, v = self._keys_for(q)
         q, k, v = in_autocast_dtype(q, k, v)
         check_tensors(q, k, v)
         scale = row.default_scale(q.shape[-1]) if scale is None else scale
@@ -122,6 +124,26 @@ class ShardedCache:
         rule = partial_sums.rule_of(row, options)
         sums = all_reduce_sum(partial_sums.sum_over_keys(rule, call, impl), self.group)
         return partial_sums.combine(row, options, sums, position.view(1, 1, -1) + 1, q.dtype)
+
+    def _stored(self) -> tuple[Tensor, Tensor] | None:
+        """Keys [B, Hkv, slots, D] and values [.., Dv] of this rank; None in an empty cache."""
+        if self._keys is None or self._values is None:
+            return None
+        slots = len(self._positions)
+        return self._keys[:, :, :slots], self._values[:, :, :slots]
+
+    def _keys_for(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank, for queries [B, H, Tq, D] of the last tokens."""
+        stored = self._stored()
+        if not isinstance(q, Tensor):
+            raise UserError(f"q must be a tensor, got {type(q).__name__}")
+        check_storage([*([] if stored is None else [("the cache", stored[0])]), ("q", q)])
+        if stored is None or q.dim() != 4 or not 0 < q.shape[2] <= self.length:
+            raise UserError(
+                f"q must be [B, H, Tq, D] with Tq between 1 and the {self.length} tokens in the "
+                f"cache, got shape {list(q.shape)}"
+            )
+        return stored
 
     def _store(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         stored = len(self._positions)

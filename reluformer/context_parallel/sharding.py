@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reluformer.context_parallel.collectives import chunks_of, gather
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 
 
 @dataclass(frozen=True)
@@ -119,5 +119,8 @@ def check_group(group: dist.ProcessGroup | None) -> None:
         raise UserError(
             "there is no process group; call torch.distributed.init_process_group first"
         )
-    if dist.get_rank(group) < 0:
-        raise UserError("group must be a process group that this process belongs to")
+    is_group = group is None or isinstance(group, dist.ProcessGroup)
+    if not is_group or dist.get_rank(group) < 0:
+        raise UserError(
+            f"group must be a process group that this process belongs to, got {quote(group)}"
+        )

@@ -62,7 +62,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UserError(
             f"v must match k in batch, heads and keys: k is {tuple(k.shape)}, v is {tuple(v.shape)}"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise UserError(
             f"q's heads must be a multiple of k's heads, got {q.shape[1]} and {k.shape[1]}"
         )
@@ -70,9 +70,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_numbers(call: Call) -> None:
     """Refuse numbers that are out of range."""
-    if not _is_number(call.scale) or not abs(call.scale) <= LARGEST:
+    if not is_number(call.scale) or not abs(call.scale) <= LARGEST:
         raise UserError(f"scale must be a finite number, got {quote(call.scale)}")
-    if not _is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
+    if not is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
         raise UserError(f"dropout_p must be a number in [0, 1), got {quote(call.dropout_p)}")
     if call.return_sums not in SUMS:
         raise UserError(f"return_sums must be one of {SUMS}, got {quote(call.return_sums)}")
@@ -124,12 +124,12 @@ def _check_options(call: Call, options: Mapping[str, Any], attention: Attention)
                 raise UserError(f"{name} must be a floating-point tensor, got {value.dtype}")
             fits = _fits(value.shape, kind, token)
         elif name in learned:
-            fits = _is_number(value) if kind == "head" else value is None
+            fits = is_number(value) if kind == "head" else value is None
         elif value is None:
             fits = attention.rule is not None or attention.defaults[name] is None
         else:
             # A rule has sentences of its own.
-            is_finite = _is_number(value) and abs(value) <= LARGEST
+            is_finite = is_number(value) and abs(value) <= LARGEST
             fits = attention.rule is not None or is_finite
         if not fits:
             got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else quote(value)
@@ -178,7 +178,8 @@ def check_contents(attention: Attention, call: Call, options: Mapping[str, Any])
             raise UserError(f"alpha must be greater than 1 and at most 2, got {value.tolist()}")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python or numpy."""
     # Asked first: an abstract class takes its time.
     return type(value) in (float, int) or isinstance(value, Real)
 

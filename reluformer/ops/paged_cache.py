@@ -5,16 +5,26 @@ Sequences of different lengths share one pool of pages, and take more pages as t
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from reluformer.errors import UserError
+from reluformer.errors import UserError, quote
 from reluformer.ops.api import relu_attention
 from reluformer.ops.backends.fused import per_head_rule
-from reluformer.ops.backends.torch_state import autocast_dtype, needs_grad
+from reluformer.ops.backends.torch_state import needs_grad
 from reluformer.ops.backends.triton.op import paged_attention, supports
-from reluformer.ops.checks import FLOATS
+from reluformer.ops.cache_inputs import (
+    LARGEST_SIZE,
+    check_tokens,
+    checked_device,
+    checked_size,
+    in_dtype_of,
+    token_counts,
+    whole_number,
+)
+from reluformer.ops.checks import FLOATS, is_number
 from reluformer.ops.gate import check_storage, resolve
 from reluformer.ops.rule import Rectified
 
@@ -46,23 +56,22 @@ class PagedCache:
         device: torch.device | str | None = None,
     ) -> None:
         """`max_length` limits the tokens of one sequence; by default only the pool does."""
-        if page_size not in PAGE_SIZES:
-            raise UserError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+        tokens = whole_number(page_size)
+        if tokens is None or tokens not in PAGE_SIZES:
+            raise UserError(f"page_size must be one of {PAGE_SIZES}, got {quote(page_size)}")
         if dtype not in FLOATS:
-            raise UserError(f"dtype must be a floating-point type, got {dtype}")
-        max_length = pages * page_size if max_length is None else max_length
-        sizes = {
-            "batch": batch, "kv_heads": kv_heads, "width": width, "pages": pages,
-            "value_width": width if value_width is None else value_width, "max_length": max_length,
-        }  # fmt: skip
-        for name, size in sizes.items():
-            if size < 1:
-                raise UserError(f"{name} must be at least 1, got {size}")
-        self.page_size, self.max_length = page_size, max_length
-        pool = (pages + 1, kv_heads, page_size)
+            raise UserError(f"dtype must be a floating-point type, got {quote(dtype)}")
+        device = checked_device(device)
+        batch, pages = checked_size("batch", batch), checked_size("pages", pages)
+        kv_heads, width = checked_size("kv_heads", kv_heads), checked_size("width", width)
+        value_width = width if value_width is None else checked_size("value_width", value_width)
+        if max_length is None:
+            max_length = min(pages * tokens, LARGEST_SIZE)
+        self.page_size, self.max_length = tokens, checked_size("max_length", max_length)
+        pool = (pages + 1, kv_heads, tokens)
         self.keys = torch.empty(*pool, width, dtype=dtype, device=device)
-        self.values = torch.empty(*pool, sizes["value_width"], dtype=dtype, device=device)
-        columns = math.ceil(max_length / page_size)
+        self.values = torch.empty(*pool, value_width, dtype=dtype, device=device)
+        columns = math.ceil(self.max_length / tokens)
         self.table = torch.full((batch, columns), pages, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._free = list(range(pages - 1, -1, -1))
@@ -79,7 +88,7 @@ class PagedCache:
 
         `append` does it by itself, except while a CUDA graph is recorded: reserve before.
         """
-        wanted = self._per_sequence(tokens, "tokens")
+        wanted = token_counts("tokens", tokens, self.batch)
         if max(wanted) > self.max_length:
             raise UserError(f"tokens must be at most max_length {self.max_length}, got {wanted}")
         missing = [
@@ -112,11 +121,11 @@ class PagedCache:
         graph appends again; pass the number of tokens to `advance`. While autocast is enabled, keys
         and values are cast to the dtype of the cache. `impl` is that of `decode_attention`.
         """
-        keys, values = self._autocast(keys), self._autocast(values)
-        self._check(keys, values)
+        keys, values = in_dtype_of(self.keys, keys), in_dtype_of(self.keys, values)
+        check_tokens({"keys": keys, "values": values}, (self.keys, self.values), self.batch)
         keys, values = resolve(keys), resolve(values)
         steps = keys.shape[2]
-        new = [steps] * self.batch if counts is None else self._per_sequence(counts, "counts")
+        new = token_counts("counts", steps if counts is None else counts, self.batch)
         if max(new) > steps:
             raise UserError(f"counts must be at most T = {steps}, got {new}")
         fused = _use_triton(impl, "append", keys.is_cuda, self._why_not_triton)
@@ -139,11 +148,24 @@ class PagedCache:
 
     def advance(self, tokens: int | Sequence[int]) -> None:
         """Update the host's counts by tokens that replays of a CUDA graph have appended."""
-        more = self._per_sequence(tokens, "tokens")
-        self._filled = [old + new for old, new in zip(self._filled, more, strict=True)]
+        more = token_counts("tokens", tokens, self.batch)
+        total = [old + new for old, new in zip(self._filled, more, strict=True)]
+        room = [len(pages) * self.page_size for pages in self._pages]
+        if any(filled > most for filled, most in zip(total, room, strict=True)):
+            raise UserError(
+                f"tokens must fit the reserved pages, which hold {quote(room)} tokens, "
+                f"got {quote(total)} with the earlier ones"
+            )
+        self._filled = total
 
     def release(self, sequence: int) -> None:
-        """Empty one sequence and free its pages."""
+        """Empty the sequence with the index `sequence` and free its pages."""
+        index = whole_number(sequence)
+        if index is None or not 0 <= index < self.batch:
+            raise UserError(
+                f"sequence must be a whole number from 0 to {self.batch - 1}, got {quote(sequence)}"
+            )
+        sequence = index
         self._free += reversed(self._pages[sequence])
         self._pages[sequence] = []
         self._filled[sequence] = 0
@@ -165,27 +187,6 @@ class PagedCache:
         if torch.compiler.is_compiling():
             return "a compiler cannot trace its launch"
         return supports(self.keys, self.keys, self.values, scale=1.0, power=1)
-
-    def _per_sequence(self, numbers: int | Sequence[int], name: str) -> list[int]:
-        counts = [numbers] * self.batch if isinstance(numbers, int) else list(numbers)
-        if len(counts) != self.batch or min(counts) < 0:
-            raise UserError(f"{name} must be {self.batch} numbers of at least 0, got {counts}")
-        return counts
-
-    def _autocast(self, tensor: Tensor) -> Tensor:
-        """The tensor in the dtype of the cache if autocast is enabled for its device."""
-        return tensor if autocast_dtype(tensor) is None else tensor.to(self.keys.dtype)
-
-    def _check(self, keys: Tensor, values: Tensor) -> None:
-        check_storage([("the cache", self.keys), ("keys", keys), ("values", values)])
-        for name, new, pool in (("keys", keys, self.keys), ("values", values, self.values)):
-            wanted = [self.batch, pool.shape[1], keys.shape[2] if keys.dim() == 4 else "T",
-                      pool.shape[3]]  # fmt: skip
-            if list(new.shape) != wanted or new.dtype != pool.dtype:
-                raise UserError(
-                    f"{name} must be {pool.dtype} of shape {wanted}, "
-                    f"got {new.dtype} of shape {list(new.shape)}"
-                )
 
     def _write(self, keys: Tensor, values: Tensor, counts: Tensor | None) -> None:
         """Put tokens where the table says; those past `counts` or the table on the last page."""
@@ -241,19 +242,19 @@ def decode_attention(
     Raises:
         UserError: If an argument is not allowed, or `impl` does not support the call.
     """
-    q = cache._autocast(q)
+    if not isinstance(cache, PagedCache):
+        raise UserError(f"cache must be a PagedCache, got {type(cache).__name__}")
+    q = in_dtype_of(cache.keys, q)
     _check_queries(q, cache)
+    if not isinstance(causal, bool):
+        raise UserError(f"causal must be True or False, got {quote(causal)}")
     learned = {"gamma": gamma, "threshold": threshold}
     check_storage([("q", q), *learned.items()], learned)
+    for name, value in learned.items():
+        _check_learned(name, value, q.shape[1])
     q, gamma, threshold = resolve(q), resolve(gamma), resolve(threshold)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rule = Rectified(gamma, length_exponent, power, threshold, row_normalise=row_normalise)
-    for name, value in (("gamma", gamma), ("threshold", threshold)):
-        if isinstance(value, Tensor) and value.shape not in ((), (q.shape[1],)):
-            raise UserError(
-                f"{name} must be a number or a tensor of shape [{q.shape[1]}] (one value per "
-                f"head), got shape {list(value.shape)}"
-            )
     if _use_triton(
         impl, "decode_attention", q.is_cuda, lambda: _why_not_triton(q, cache, scale, rule)
     ):
@@ -268,6 +269,8 @@ def decode_attention(
 
 
 def _check_queries(q: Tensor, cache: PagedCache) -> None:
+    if not isinstance(q, Tensor):
+        raise UserError(f"q must be a tensor, got {type(q).__name__}")
     check_storage([("q", q)])
     _, kv_heads, _, width = cache.keys.shape
     if q.dim() != 4 or q.shape[0] != cache.batch or q.shape[3] != width:
@@ -275,12 +278,25 @@ def _check_queries(q: Tensor, cache: PagedCache) -> None:
             f"q must have shape [{cache.batch}, H, Tq, {width}] to fit the cache, "
             f"got {list(q.shape)}"
         )
-    if q.shape[1] % kv_heads:
+    if q.shape[1] == 0 or q.shape[1] % kv_heads:
         raise UserError(f"q's heads must be a multiple of the cache's {kv_heads}, got {q.shape[1]}")
     if q.dtype != cache.keys.dtype or q.device != cache.keys.device:
         raise UserError(
             f"q must be {cache.keys.dtype} on {cache.keys.device} as the cache is, "
             f"got {q.dtype} on {q.device}"
+        )
+
+
+def _check_learned(name: str, value: Any, heads: int) -> None:
+    """Refuse an option that is neither a number nor a tensor of one number or one per head."""
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and value.dtype not in FLOATS:
+        raise UserError(f"{name} must be a floating-point tensor, got {value.dtype}")
+    if not (value.shape in ((), (heads,)) if is_tensor else is_number(value)):
+        got = f"shape {list(value.shape)}" if is_tensor else quote(value)
+        raise UserError(
+            f"{name} must be a number or a tensor of shape [{heads}] (one value per head), "
+            f"got {got}"
         )
 
 

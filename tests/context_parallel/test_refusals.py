@@ -1,7 +1,7 @@
 """Context parallelism refuses wrong arguments in one sentence, before it communicates."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -95,6 +95,75 @@ def test_wrong_use_of_a_cache(sequence: ShardedSequence) -> None:
         UserError, match="the cache must be empty to be filled, but it holds 2 tokens"
     ):
         cache.fill(k, v, sequence)
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_tokens_that_do_not_fit_a_cache(sequence: ShardedSequence, is_filled: bool) -> None:
+    q, k, v = make(rows=1, keys=6)
+    cache = ShardedCache()
+    if is_filled:
+        cache.append(k, v)
+    wrong: list[tuple[Any, Any, str]] = [
+        (None, v, "k must be a tensor, got NoneType"),
+        (k, v.tolist(), "v must be a tensor, got list"),
+        (k[0], v[0], r"k must have shape \[B, Hkv, T, D\], got \[2, 6, 8\]"),
+        (k, v[0], r"v must have shape \[B, Hkv, T, D\], got \[2, 6, 6\]"),
+        (k, v[:, :, 1:], r"v must be .* of shape \[2, 2, 6, 6\], got .* \[2, 2, 5, 6\]"),
+        (k, v[:1], r"v must be .* of shape \[2, 2, 6, 6\], got .* \[1, 2, 6, 6\]"),
+        (k, v.float(), "v must be torch.float64 of shape .* got torch.float32"),
+        (k, v.to("meta"), "v must be on cpu as (k|the cache) is, got a tensor on meta"),
+        (k.to_sparse(), v, "k must be a dense tensor"),
+        (k.int(), v.int(), "k must be (torch.float64|a floating-point tensor).* got torch.int32"),
+    ]
+    for keys, values, message in wrong:
+        with pytest.raises(UserError, match=message):
+            cache.append(keys, values)
+        if not is_filled:
+            with pytest.raises(UserError, match=message):
+                cache.fill(keys, values, sequence)
+        assert cache.length == 6 * is_filled
+    cache.append(k, v)
+    assert cache.attend("relu", q).isfinite().all()
+
+
+def test_tokens_that_do_not_fit_the_earlier_ones(sequence: ShardedSequence) -> None:
+    q, k, v = make(rows=1, keys=6)
+    cache = ShardedCache()
+    cache.fill(k, v, sequence)
+    for keys, values in (
+        (k[:1], v[:1]),
+        (k[:, :1], v[:, :1]),
+        (k[..., :4], v),
+        (k, v[..., :4]),
+        (k.float(), v.float()),
+        (k.to("meta"), v.to("meta")),
+    ):
+        with pytest.raises(UserError, match=r"must be (torch.float64 of shape|on cpu)"):
+            cache.append(keys, values)
+    with torch.autocast("cpu", torch.bfloat16):
+        # Under autocast new tokens take the dtype of the cache.
+        cache.append(k.bfloat16(), v.bfloat16())
+    assert cache.length == 12
+    for wrong, message in (
+        (None, "q must be a tensor, got NoneType"),
+        (q[0], r"q must be \[B, H, Tq, D\]"),
+        (q[0, 0], r"q must be \[B, H, Tq, D\]"),
+        (torch.tensor(1.0), r"q must be \[B, H, Tq, D\]"),
+        (q.to("meta"), "q must be on cpu as the cache is"),
+        (q[:, :0], "q's heads must be a multiple of k's heads, got 0 and 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cache.attend("relu", wrong)
+
+
+def test_wrong_groups_and_sequences(sequence: ShardedSequence) -> None:
+    for group in ("ranks", 3):
+        with pytest.raises(UserError, match="group must be a process group that this process"):
+            ShardedCache(cast(Any, group))
+    _, k, v = make(rows=6, keys=6)
+    for wrong in (None, 6):
+        with pytest.raises(UserError, match="sequence must be a ShardedSequence, got"):
+            ShardedCache().fill(k, v, cast(Any, wrong))
 
 
 def test_models_without_support(sequence: ShardedSequence) -> None:

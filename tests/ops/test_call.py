@@ -41,6 +41,7 @@ def _message(*tensors: Any, name: str = "relu", **arguments: Any) -> str:
         ((Q, K, V[:, :, :4]), r"v must match k in batch, heads and keys.*\(2, 2, 4, 6\)"),
         ((Q[:, :3], K, V), r"q's heads must be a multiple of k's heads, got 3 and 2"),
         ((Q, K[:, :0], V[:, :0]), r"multiple of k's heads, got 4 and 0"),
+        ((Q[:, :0], K, V), r"multiple of k's heads, got 0 and 2"),
     ],
 )
 def test_tensors_that_do_not_fit(tensors: tuple[Any, ...], message: str) -> None:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -97,14 +98,39 @@ def test_the_host_learns_what_replays_appended() -> None:
     ("change", "message"),
     [
         ({"page_size": 24}, r"page_size must be one of .*, got 24"),
-        ({"pages": 0}, "pages must be at least 1, got 0"),
-        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"page_size": 16.0}, r"page_size must be one of .*, got 16.0"),
+        ({"page_size": "16"}, r"page_size must be one of .*, got '16'"),
+        ({"pages": 0}, "pages must be a whole number from 1 to 2147483647, got 0"),
+        ({"pages": -1}, "pages must be a whole number .* got -1"),
+        ({"pages": 2**31}, "pages must be a whole number .* got 2147483648"),
+        ({"pages": 2.5}, "pages must be a whole number .* got 2.5"),
+        ({"pages": None}, "pages must be a whole number .* got None"),
+        ({"batch": "2"}, "batch must be a whole number .* got '2'"),
+        ({"kv_heads": 2.0}, "kv_heads must be a whole number .* got 2.0"),
+        ({"width": None}, "width must be a whole number .* got None"),
+        ({"value_width": 1.5}, "value_width must be a whole number .* got 1.5"),
+        ({"max_length": 0}, "max_length must be a whole number .* got 0"),
+        ({"max_length": 2.5}, "max_length must be a whole number .* got 2.5"),
         ({"dtype": torch.int8}, "dtype must be a floating-point type"),
+        ({"dtype": "float32"}, "dtype must be a floating-point type, got 'float32'"),
+        ({"device": "gpu"}, "device must be one that torch can use, got 'gpu'"),
+        ({"device": "cuda:999"}, "device must be one that torch can use, got 'cuda:999'"),
+        ({"device": 3.5}, "device must be one that torch can use, got 3.5"),
     ],
 )
 def test_refuses_a_cache_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        PagedCache(2, 2, 8, **{"pages": 4, **change})
+        PagedCache(**{"batch": 2, "kv_heads": 2, "width": 8, "pages": 4, **change})
+
+
+def test_sizes_may_be_integers_of_numpy_and_torch() -> None:
+    sizes = {"batch": np.int64(2), "kv_heads": np.int32(2), "width": torch.tensor(8)}
+    cache = PagedCache(**sizes, pages=np.int64(4), page_size=np.int64(16))
+    keys, values = tokens([4, 4])
+    for counts in (np.array([1, 2]), torch.tensor([1, 2]), (1, 2)):
+        cache.append(keys, values, counts)
+    assert cache.lengths.tolist() == [3, 6]
+    assert [type(size) for size in (cache.page_size, cache.max_length)] == [int, int]
 
 
 def test_refuses_tokens_that_do_not_fit() -> None:
@@ -116,11 +142,61 @@ def test_refuses_tokens_that_do_not_fit() -> None:
         cache.append(keys.half(), values)
     with pytest.raises(UserError, match="counts must be at most T = 4, got"):
         cache.append(keys, values, [5, 0])
-    with pytest.raises(UserError, match="counts must be 2 numbers of at least 0"):
-        cache.append(keys, values, [1])
     with pytest.raises(UserError, match="at most max_length 20"):
         cache.append(*tokens([21, 0]))
+    for wrong, got in ((None, "NoneType"), (keys.tolist(), "list")):
+        with pytest.raises(UserError, match=f"keys must be a tensor, got {got}"):
+            cache.append(wrong, values)
+        with pytest.raises(UserError, match=f"values must be a tensor, got {got}"):
+            cache.append(keys, wrong)
+    with pytest.raises(UserError, match=r"keys must have shape \[B, Hkv, T, D\], got \[2, 4, 8\]"):
+        cache.append(keys[0], values)
+    with pytest.raises(UserError, match="values must be on cpu as the cache is"):
+        cache.append(keys, values.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match="must be a tensor"):
+        cache.append(None, values)
     assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "numbers", [[1], [1, 2, 3], [], -1, [-1, 2], 1.5, [1.5, 2], [None, 1], "12", None, [[1], [2]]]
+)
+def test_refuses_counts_that_are_no_whole_numbers(numbers: Any) -> None:
+    cache = PagedCache(2, 2, 8, pages=4, page_size=16)
+    cache.reserve(16)
+    rule = "must be 2 whole numbers of at least 0, or one for all sequences, got"
+    with pytest.raises(UserError, match=f"tokens {rule}"):
+        cache.reserve(numbers)
+    with pytest.raises(UserError, match=f"tokens {rule}"):
+        cache.advance(numbers)
+    if numbers is not None:
+        with pytest.raises(UserError, match=f"counts {rule}"):
+            cache.append(*tokens([4, 4]), numbers)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_a_full_cache_stays_as_it_was() -> None:
+    cache = PagedCache(2, 2, 8, pages=2, page_size=16)
+    cache.append(*tokens([16, 16]))
+    before = [tensor.clone() for tensor in cache.dense()]
+    with pytest.raises(UserError, match="2 more are needed and 0 are free"):
+        cache.append(*tokens([1, 1]))
+    with pytest.raises(UserError, match=r"must fit the reserved pages, .* \[16, 16\] tokens, got"):
+        cache.advance([0, 1])
+    for one, other in zip(cache.dense(), before, strict=True):
+        assert torch.equal(one, other)
+    cache.release(1)
+    cache.append(*tokens([0, 16]), [0, 16])
+    assert cache.lengths.tolist() == [16, 16]
+
+
+@pytest.mark.parametrize("sequence", [-1, 2, 10**30, 1.0, "0", None, [0], slice(0, 1)])
+def test_refuses_to_release_what_is_no_sequence(sequence: Any) -> None:
+    cache = PagedCache(2, 2, 8, pages=4, page_size=16)
+    cache.append(*tokens([4, 4]))
+    with pytest.raises(UserError, match="sequence must be a whole number from 0 to 1, got"):
+        cache.release(sequence)
+    assert cache.lengths.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +205,11 @@ def test_refuses_tokens_that_do_not_fit() -> None:
         ((1, 4, 1, 8), {}, r"q must have shape \[2, H, Tq, 8\]"),
         ((2, 3, 1, 8), {}, "multiple of the cache's 2, got 3"),
         ((2, 4, 1, 8), {"gamma": torch.ones(3)}, "gamma must be a number or a tensor"),
+        ((2, 0, 1, 8), {}, "multiple of the cache's 2, got 0"),
+        ((2, 4, 1, 8), {"gamma": "1"}, "gamma must be a number or a tensor .* got '1'"),
+        ((2, 4, 1, 8), {"gamma": None}, "gamma must be a number or a tensor .* got None"),
+        ((2, 4, 1, 8), {"threshold": [0.5]}, r"threshold must be a number or .* got \[0.5\]"),
+        ((2, 4, 1, 8), {"causal": "yes"}, "causal must be True or False, got 'yes'"),
         ((2, 4, 1, 8), {"gamma": -1.0}, "gamma must be a finite number greater than 0"),
         ((2, 4, 1, 8), {"row_normalise": 0.0}, "row_normalise must be a finite number above 0"),
         ((2, 4, 1, 8), {"impl": "fast"}, "impl must be one of auto, triton, reference, got 'fast'"),
@@ -142,6 +223,15 @@ def test_refuses_queries_that_do_not_fit(
         decode_attention(torch.randn(shape), cache, **options)
     with pytest.raises(UserError, match="q must be torch.float32 on cpu"):
         decode_attention(torch.randn(2, 4, 1, 8).half(), cache)
+
+
+def test_refuses_what_is_no_tensor_and_no_cache() -> None:
+    cache = PagedCache(2, 2, 8, pages=4)
+    for wrong in (None, [1.0], np.zeros((2, 4, 1, 8))):
+        with pytest.raises(UserError, match=f"q must be a tensor, got {type(wrong).__name__}"):
+            decode_attention(wrong, cache)
+        with pytest.raises(UserError, match="cache must be a PagedCache, got"):
+            decode_attention(torch.randn(2, 4, 1, 8), wrong)
 
 
 def test_the_reference_has_gradients_and_triton_says_that_it_has_none() -> None:
