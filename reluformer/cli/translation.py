@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -99,7 +99,6 @@ def translate(
     Reads standard input and writes standard output unless --input and --output are given. With
     --document, `<d>` lines and blank lines separate documents.
     """
-    from reluformer.documents.formats import format_by_name
     from reluformer.files import check_outputs, write_json
     from reluformer.translation.translator import Translator
     from reluformer.translation.workers import join_workers
@@ -116,12 +115,10 @@ def translate(
     for name, value in sampling.items():
         if value is not None and not sample:
             raise UserError(f"{name} is {value}, which needs --sample")
-    by_ending = None if input_ is None else format_by_name(input_)
-    # Files of sentences are often called .txt, so that running text must be asked for.
-    format_ = format_ or ("lines" if by_ending in (None, "text") else cast(Any, by_ending))
+    form = _choose_format(input_, format_)
     with ExitStack() as stack:
         workers = stack.enter_context(join_workers(device))
-        single = {"maps": maps, "format": None if format_ == "lines" else format_}
+        single = {"maps": maps, "format": None if form == "lines" else form}
         for option, setting in single.items():
             if setting is not None and workers.world > 1:
                 raise UserError(
@@ -138,15 +135,28 @@ def translate(
         recorded = stack.enter_context(translator.recording()) if maps is not None else []
         if workers.rank == 0:
             stack.enter_context(_progress(translator))
-        if format_ == "lines":
+        if form == "lines":
             _translate_lines(translator, input_, output, document, workers)
         else:
             # The splitter of sentences is not installed everywhere.
             from reluformer.documents.files import translate_document_file
 
-            translate_document_file(translator, input_, output, format_)
+            translate_document_file(translator, input_, output, form)
     if maps is not None:
         write_json(maps, [text_maps.to_dict() for text_maps in recorded])
+
+
+def _choose_format(source: Path | None, named: str | None) -> str:
+    """The format of the input: the named one, otherwise that of the ending of the file's name."""
+    from reluformer.documents.formats import check_uncompressed, format_by_name
+
+    if named is None:
+        by_ending = None if source is None else format_by_name(source)
+        # Files of sentences are often called .txt, so that running text must be asked for.
+        return "lines" if by_ending in (None, "text") else by_ending
+    if source is not None and named != "lines":
+        check_uncompressed(source)
+    return named
 
 
 def _translate_lines(

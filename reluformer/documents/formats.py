@@ -65,5 +65,11 @@ def format_by_name(path: Path) -> str | None:
         raise UserError(f"{path}: {ending} files are not read; convert it to one of {formats}")
     name = next((name for name, format_ in FORMATS.items() if ending in format_.endings), None)
     if ending in _COMPRESSED and format_by_name(path.with_suffix("")) not in (None, "text"):
-        raise UserError(f"{path}: a document must not be compressed")
+        check_uncompressed(path)
     return name
+
+
+def check_uncompressed(path: Path) -> None:
+    """Raise a `UserError` if the ending of a document's name says that it is compressed."""
+    if path.suffix.lower() in _COMPRESSED:
+        raise UserError(f"{path}: a document must not be compressed")

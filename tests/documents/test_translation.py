@@ -1,5 +1,6 @@
 """Whole documents through a model: context, order, files, alignment."""
 
+import gzip
 import threading
 from pathlib import Path
 
@@ -135,6 +136,33 @@ def test_files_are_translated_by_their_ending(
     assert done.exit_code == 0, done.output
     written = (tmp_path / "out").read_text(encoding="utf-8")
     assert written.startswith(text[:3].rstrip("T")) and written.endswith("\n") and written != text
+
+
+@pytest.mark.parametrize("form", ["lines", "text", "srt"])
+@pytest.mark.parametrize("name", ["a.vtt", "a.RTF", "a.md", "a.srt"])
+def test_a_named_format_wins_over_the_ending(
+    folder: Path, tmp_path: Path, form: str, name: str
+) -> None:
+    text = "1\n0:0:1,0 --> 0:0:2,0\nHi\n"
+    written = []
+    for file in (name, f"same.{form}"):
+        (tmp_path / file).write_text(text, encoding="utf-8")
+        options = ["--model", folder, "--format", form, "--input", tmp_path / file]
+        done = CliRunner().invoke(app, ["translate", *map(str, options)])
+        assert done.exit_code == 0, done.output
+        written.append(done.stdout)
+    assert written[0] == written[1]
+
+
+def test_only_lines_may_be_compressed(folder: Path, tmp_path: Path) -> None:
+    for name in ("a.srt.gz", "a.vtt.gz"):
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.write("Hi\nyou\n")
+        options = ["translate", "--model", folder, "--input", tmp_path / name, "--format"]
+        done = CliRunner().invoke(app, [*map(str, options), "lines"])
+        assert done.exit_code == 0 and done.stdout.count("\n") == 2, done.output
+        done = CliRunner().invoke(app, [*map(str, options), "srt"])
+        assert done.exit_code == 2 and "a document must not be compressed" in done.output
 
 
 def test_running_text_must_be_asked_for(folder: Path) -> None:
