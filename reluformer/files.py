@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reluformer.errors import UserError
+from reluformer.termination import removed_on_termination
 
 PARTIAL = ".partial"
 """Suffix of files and folders that are being written."""
@@ -30,9 +31,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write; `path` gets the whole content when the block succeeds.
 
     The block writes a temporary file beside `path`, which then replaces `path` in one rename. Its
-    name ends in `.partial`, so leftovers of a killed process are recognisable. A symbolic link is
-    followed and stays a link; one with the name of the temporary file is not followed. A FIFO or a
-    device cannot be replaced: the block writes into it.
+    name ends in `.partial`, so leftovers of a killed process are recognisable; a terminated one
+    leaves none. A symbolic link is followed and stays a link; one with the name of the temporary
+    file is not followed. A FIFO or a device cannot be replaced: the block writes into it.
 
     Raises:
         OSError: `path` is a folder, or writing fails. The error names `path`.
@@ -43,7 +44,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path = _follow_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_name(path)
-    with _errors_name(path, partial):
+    with removed_on_termination(partial), _errors_name(path, partial):
         # The name may be taken by a leftover, or by a link that another user has created.
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -63,8 +64,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it replaces `path` when the block succeeds.
 
-    A killed process leaves only a `.partial` folder beside `path`. A symbolic link is followed and
-    stays a link.
+    A killed process leaves only a `.partial` folder beside `path`, and a terminated one nothing. A
+    symbolic link is followed and stays a link.
 
     Raises:
         OSError: `path` is a file, or writing fails. The error names `path`.
@@ -77,12 +78,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with _errors_name(path, partial):
-            partial.mkdir()
-            yield partial
-            for folder, _, names in os.walk(partial):
-                for name in names:
-                    _sync_file(Path(folder, name))
-                _sync_folder(Path(folder))
+            with removed_on_termination(partial):
+                partial.mkdir()
+                yield partial
+                for folder, _, names in os.walk(partial):
+                    for name in names:
+                        _sync_file(Path(folder, name))
+                    _sync_folder(Path(folder))
+            # From here on, a folder that is moved aside may be the only copy.
             if not (path.exists() and _exchange(partial, path)):
                 _replace_folder(partial, path)
         _sync_folder(path.parent)

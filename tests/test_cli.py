@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from itertools import count
 from pathlib import Path
 
@@ -327,6 +328,19 @@ def test_a_closed_pipe_and_an_interruption_give_no_traceback(model: Path) -> Non
     assert all(line.startswith("reluformer: ") for line in printed)
     assert closed.wait(timeout=60) == 141
     assert "Error" not in closed.stderr.read().decode()
+
+
+@pytest.mark.slow
+def test_a_terminated_translation_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    arguments = command("translate", "--model", model, "--output", tmp_path / "out")
+    process = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("out.*.partial")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == -signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interruption_during_start_up_prints_one_line() -> None:
