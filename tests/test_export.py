@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import reluformer.nn
-from reluformer import AttentionConfig, ModelConfig, ReLUFormer, ReLUFormerLM, attention
+from reluformer import (
+    ATTENTIONS,
+    AttentionConfig,
+    ModelConfig,
+    ReLUFormer,
+    ReLUFormerLM,
+    attention,
+)
 from reluformer.errors import UserError
 from reluformer.export import export_onnx, export_program
 
@@ -144,11 +151,12 @@ class Attention(nn.Module):
         return result
 
 
+FURTHER = ("normalised_relu", "softmax", "silu", "sigmoid", "top_k", "stick_breaking")
+
+
 @pytest.mark.parametrize(
-    "kind",
-    ["relu", *(pytest.param(kind, marks=pytest.mark.release)
-               for kind in ("normalised_relu", "softmax", "silu", "sigmoid"))],
-)  # fmt: skip
+    "kind", ["relu", *(pytest.param(kind, marks=pytest.mark.release) for kind in FURTHER)]
+)
 def test_a_call_as_onnx(kind: str, tmp_path: Path) -> None:
     def batch(count: int, keys: int, rows: int) -> dict[str, Tensor]:
         q, k, v = (torch.randn(count, 2, length, 8) for length in (rows, keys, keys))
@@ -156,6 +164,50 @@ def test_a_call_as_onnx(kind: str, tmp_path: Path) -> None:
 
     shapes = {"q": {0: D, 2: D}, "k": {0: D, 2: D}, "v": {0: D, 2: D}, "key_lengths": {0: D}}
     check_onnx(Attention(kind), shapes, [batch(*size) for size in SIZES], tmp_path / "call.onnx")
+
+
+class Plain(nn.Module):
+    """A call of the public function without key lengths."""
+
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.kind, self.options = kind, options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result: Tensor = attention(self.kind, q, k, v, **self.options)
+        return result
+
+
+def check_program(module: nn.Module, example: tuple[int, int], is_strict: bool) -> None:
+    """Export with lengths in named ranges, and compare at shorter and longer ones."""
+
+    def batch(keys: int, rows: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(2, 2, length, 8) for length in (rows, keys, keys))
+
+    keys, rows = Dim("keys", min=1, max=64), Dim("rows", min=1, max=64)
+    shapes = ({2: rows}, {2: keys}, {2: keys})
+    program = torch.export.export(
+        module, batch(*example), dynamic_shapes=shapes, strict=is_strict
+    ).module()
+    for size in ((1, 1), (2, 1), (3, 4), (8, 8), (9, 2), (64, 5)):
+        inputs = batch(*size)
+        torch.testing.assert_close(program(*inputs), module(*inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("example", [(3, 4), (12, 9)], ids=str)
+@pytest.mark.parametrize("is_strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("kind", ["top_k", "stick_breaking"])
+def test_attentions_over_whole_rows_have_no_limit_of_lengths(
+    kind: str, is_strict: bool, example: tuple[int, int], options: dict[str, Any]
+) -> None:
+    check_program(Plain(kind, options), example, is_strict)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTIONS if kind != "softmax"])
+def test_every_attention_as_program(kind: str) -> None:
+    check_program(Plain(kind, {"causal": True}), (12, 9), is_strict=False)
 
 
 class Encoder(nn.Module):

@@ -67,6 +67,7 @@ def stick_breaking(scores: Scores) -> Tensor:
     every other attention, so that a causal query also sees its own key.
     """
     left = hide(functional.logsigmoid(-scores.values), scores.visible)
-    # Shifted by one key before the sum: taking `left` off afterwards would cancel digits.
-    after = functional.pad(left[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    # Shifted by one key before the sum: taking `left` off afterwards would cancel digits. Padded
+    # first: a program that is exported has no tensor of Tk - 1 keys, whose size might be 0 or 1.
+    after = functional.pad(left, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
     return (functional.logsigmoid(scores.values) + after).exp()

@@ -81,8 +81,7 @@ def top_k(scores: Scores, *, keep: int = 8) -> Tensor:
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep must be a whole number of at least 1, got {keep}")
     values = scores.hidden_as(-torch.inf)
-    smallest = values.detach().topk(min(keep, values.shape[-1]), dim=-1).values[..., -1:]
-    kept = values.detach() >= smallest
+    kept = values.detach() >= _kth_largest(values.detach(), keep)
     visible = kept if scores.visible is None else kept & scores.visible
     return softmax(Scores(hide(values, visible), visible, scores.width))
 
@@ -122,6 +121,16 @@ def differential(first: Scores, *, second: Scores, lam: float | Tensor = 0.2) ->
     lambda_init = 0.8 - 0.6 exp(-0.3 layer); here lambda is free and starts alike in all layers.
     """
     return softmax(first) - per_head(lam) * softmax(second)
+
+
+def _kth_largest(values: Tensor, k: int) -> Tensor:
+    """The k-th largest entry of each row, or the smallest of a shorter row: [..., Tq, 1]."""
+    if torch.compiler.is_exporting():
+        # torch cannot prove that min(k, Tk) <= Tk; Tk + k is at least k.
+        values = functional.pad(values, (0, k), value=-torch.inf)
+    else:
+        k = min(k, values.shape[-1])
+    return values.topk(k, dim=-1).values[..., -1:]
 
 
 def _exponentials(scores: Scores, peak: Tensor) -> tuple[Tensor, Tensor]:
