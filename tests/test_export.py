@@ -197,15 +197,15 @@ def check_program(module: nn.Module, example: tuple[int, int], is_strict: bool) 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
 @pytest.mark.parametrize("example", [(3, 4), (12, 9)], ids=str)
 @pytest.mark.parametrize("is_strict", [False, True], ids=["", "strict"])
-@pytest.mark.parametrize("kind", ["top_k", "stick_breaking"])
-def test_attentions_over_whole_rows_have_no_limit_of_lengths(
+@pytest.mark.parametrize("kind", ["top_k", "stick_breaking", "softmax"])
+def test_programs_have_no_limit_of_lengths(
     kind: str, is_strict: bool, example: tuple[int, int], options: dict[str, Any]
 ) -> None:
     check_program(Plain(kind, options), example, is_strict)
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("kind", [kind for kind in ATTENTIONS if kind != "softmax"])
+@pytest.mark.parametrize("kind", ATTENTIONS)
 def test_every_attention_as_program(kind: str) -> None:
     check_program(Plain(kind, {"causal": True}), (12, 9), is_strict=False)
 

@@ -54,6 +54,7 @@ OPTIONAL_MODULES = (
     "tensorboard",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",
     "transformers",
     "triton",

@@ -133,7 +133,7 @@ def _run(call: Call) -> AttentionResult:
     rows, keys = call.q.shape[2], call.k.shape[2]
     rules = call.visibility
     # torch aligns `is_causal` to the start, this library to the end: equal for square maps only.
-    plainly_causal = rules.only_causal and rows == keys and call.bias is None
+    plainly_causal = rules.only_causal and call.bias is None and _equal(rows, keys)
     visible = None if plainly_causal else rules.table(rows, keys, call.q.device)
     mask, empty = visible, None
     if visible is not None:
@@ -156,13 +156,23 @@ def _run(call: Call) -> AttentionResult:
             dropout_p=call.dropout_p,
             is_causal=plainly_causal,
             scale=call.scale,
-            enable_gqa=call.groups > 1,
+            enable_gqa=not _equal(call.q.shape[1], call.k.shape[1]),
         )
     if seen_nan is not None:
         output = output + seen_nan
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     return AttentionResult(output, None, None)
+
+
+def _equal(size: int, other: int) -> bool:
+    """Whether two sizes are equal; in a graph of dynamic sizes, whether they always are."""
+    if not torch.compiler.is_compiling():
+        return size == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    # A comparison would be a symbol, or restrict the graph to the sizes of the example.
+    return statically_known_true(size == other)
 
 
 def _kernels(call: Call) -> AbstractContextManager[Any]:

@@ -63,6 +63,17 @@ def test_bias_gets_a_gradient() -> None:
     assert not found[0][:, ~mask].any()
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_compiled_calls_of_changing_lengths(kv_heads: int, dynamic: bool | None) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="eager", dynamic=dynamic, fullgraph=True)
+    for rows, keys in ((5, 5), (6, 6), (3, 7), (4, 9), (8, 8)):
+        q, k, v = make(kv_heads=kv_heads, rows=rows, keys=keys)
+        found = compiled("softmax", q, k, v, causal=True, impl="sdpa")
+        torch.testing.assert_close(found, attention("softmax", q, k, v, causal=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_answers_in_kind(dtype: torch.dtype) -> None:
     q, k, v = make(dtype=dtype)
