@@ -94,8 +94,11 @@ class JobQueue:
                     break
                 time.sleep(_POLL)
                 now = time.monotonic()
-                self._count(live, min(now - last, _LONGEST_POLL))
+                elapsed = min(now - last, _LONGEST_POLL)
                 last = now
+                self._count(live, elapsed)
+                for job in live.values():
+                    job.count(elapsed)
                 for name in [name for name, job in live.items() if job.process.poll() is not None]:
                     is_current = False
                     if self._ended(name, live.pop(name)):
@@ -120,8 +123,7 @@ class JobQueue:
         return _Job(process, begin)
 
     def _count(self, live: Mapping[str, _Job], seconds: float) -> None:
-        for name, job in live.items():
-            job.count(seconds)
+        for name in live:
             clock = self.clocks.setdefault(name, Clock())
             clock.seconds += seconds
             clock.device_seconds += seconds / len(live)

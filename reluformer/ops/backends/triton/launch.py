@@ -96,9 +96,7 @@ class Launch:
                 *direct.arguments(*tensors),
             )  # fmt: skip
             return
-        sources: list[Any] = [
-            self.describe(tensor, view) for tensor, view in zip(tensors, self.views, strict=False)
-        ]
+        sources: list[Any] = list(map(self.describe, tensors, self.views))
         args = [*sources, *tensors[len(sources) :], *self.scalars]
         # Grids of one dimension: the others are limited to 65535 programs.
         compiled = self.kernel[(self.programs,)](*args, **self.options)

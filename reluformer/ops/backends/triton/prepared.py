@@ -26,7 +26,9 @@ from reluformer.ops.backends.triton.run_backward import (
     CHOICES,
     BackwardResult,
     Scratch,
-    run_launches,
+    run_dkv,
+    run_dq,
+    run_one_pass,
     terms_size,
 )
 from reluformer.ops.call import Call, KernelResult
@@ -169,12 +171,16 @@ class PreparedBackward:
             new(*rows, dtype=torch.float32) if self.needs_dot else None,
             new(*rows, dtype=torch.float32) if self.needs_shift else None,
         )
-        scratch = Scratch(
-            None if self.scaled is None else new(*self.scaled),
-            None if terms is None else new(*terms, dtype=torch.float32),
-            None if store is None else new((store[0],), (1,), dtype=store[1]),
-        )
-        run_launches(launches, problem, grads, results, scratch)
+        if launches.one_pass is not None:
+            run_one_pass(launches.one_pass, problem, grads, results)
+        else:
+            scratch = Scratch(
+                None if self.scaled is None else new(*self.scaled),
+                None if terms is None else new(*terms, dtype=torch.float32),
+                None if store is None else new((store[0],), (1,), dtype=store[1]),
+            )
+            run_dkv(launches, problem, grads, results, scratch)
+            run_dq(launches, problem, grads, results, scratch)
         dq, dk, dv, row_dot, row_shift = results
         return BackwardResult(
             dq, dk, dv, row_dot, None if row_shift is None else row_shift.sum((0, 2))

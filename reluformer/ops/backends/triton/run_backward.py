@@ -16,7 +16,14 @@ from torch import Tensor
 from reluformer.ops.backends.triton import backward_launches
 from reluformer.ops.backends.triton.backward_choice import Choice, choose, new_store
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
-from reluformer.ops.backends.triton.launch import Key, KeyParts, Memory, on_other_device, signature
+from reluformer.ops.backends.triton.launch import (
+    Key,
+    KeyParts,
+    Launch,
+    Memory,
+    on_other_device,
+    signature,
+)
 from reluformer.ops.backends.triton.layout import row_values, zeroed
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.problem import Problem
@@ -134,7 +141,12 @@ def _run(
     if launches is None:
         launches = backward_launches.prepare(problem, grads, results, choice)
         BACKWARD_LAUNCHES.put(key, launches)
-    run_launches(launches, problem, grads, results, new_scratch(launches, problem, grads, stored))
+    if launches.one_pass is not None:
+        run_one_pass(launches.one_pass, problem, grads, results)
+        return
+    scratch = new_scratch(launches, problem, grads, stored)
+    run_dkv(launches, problem, grads, results, scratch)
+    run_dq(launches, problem, grads, results, scratch)
 
 
 class Scratch(NamedTuple):
@@ -161,22 +173,12 @@ def new_scratch(
     return Scratch(scaled, terms, stored)
 
 
-def run_launches(
-    launches: BackwardLaunches,
-    problem: Problem,
-    grads: Gradients,
-    results: Results,
-    scratch: Scratch,
-) -> None:
-    """Launch everything that fills the results."""
-    if launches.one_pass is None:
-        run_dkv(launches, problem, grads, results, scratch)
-        run_dq(launches, problem, grads, results, scratch)
-        return
+def run_one_pass(launch: Launch, problem: Problem, grads: Gradients, results: Results) -> None:
+    """Launch the kernel for all gradients."""
     q, k, v, optional, _ = problem
     grad_out, out, _, grad_sum, grad_log, row_sum = grads
     dq, dk, dv, row_dot, row_shift = results
-    launches.one_pass(
+    launch(
         q, k, v, grad_out, dq, dk, dv, out, grad_sum, grad_log, row_sum, row_dot, row_shift,
         optional,
     )  # fmt: skip
