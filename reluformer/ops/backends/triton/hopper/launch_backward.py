@@ -120,11 +120,11 @@ def stored_gradients_are_faster(problem: Problem) -> bool:
     settings = problem.settings
     if problem.q.shape[-1] != 128 or not versions.runs_recent_hopper():
         return False
-    lengths = _lengths_to_store(settings)
+    lengths = lengths_to_store(settings)
     return settings.max_q in lengths and settings.max_k in lengths
 
 
-def _lengths_to_store(settings: Settings) -> range:
+def lengths_to_store(settings: Settings) -> range:
     """Numbers of queries and keys for which `benchmarks/kernel_choices.py` measured a gain.
 
     Few heads of longer calls fit into memory at a time. Causal calls allocate the blocks that they
