@@ -178,7 +178,7 @@ def cpu_seconds(process: int) -> float | None:
 
 def _children(process: int) -> list[int]:
     """The live children of a process; none where the system does not tell."""
-    children = []
+    children: list[int] = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
             children += map(int, task.read_text(encoding="utf-8").split())
