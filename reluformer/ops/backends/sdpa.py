@@ -139,14 +139,16 @@ def _run(call: Call) -> AttentionResult:
     visible = None if plainly_causal else rules.table(rows, keys, call.q.device)
     mask, empty = visible, None
     # A row that sees no key would be NaN: it sees all keys, and its output is set to zero.
-    if call.bias is not None:
-        bias = call.bias if visible is None else torch.where(visible, call.bias, -torch.inf)
-        bias = bias.to(call.q.dtype)
-        empty = (bias == -torch.inf).all(dim=-1, keepdim=True)
-        mask = bias.masked_fill(empty, 0.0)
-    elif visible is not None:
+    if visible is not None:
         empty = ~visible.any(dim=-1, keepdim=True)
         mask = visible | empty
+    if call.bias is not None:
+        mask = call.bias if mask is None else torch.where(mask, call.bias, -torch.inf)
+        mask = mask.to(call.q.dtype)
+        if hidden.may_be_nonfinite(call.bias):
+            without_key = (mask == -torch.inf).all(dim=-1, keepdim=True)
+            mask = mask.masked_fill(without_key, 0.0)
+            empty = without_key if empty is None else empty | without_key
     if mask is not None:
         # torch takes no mask of fewer than two dimensions, and copies one for each head if it has
         # a dimension for them.
