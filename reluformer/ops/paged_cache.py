@@ -24,7 +24,7 @@ from reluformer.ops.cache_inputs import (
     token_counts,
     whole_number,
 )
-from reluformer.ops.checks import FLOATS, is_number
+from reluformer.ops.checks import FLOATS, check_scale, is_number
 from reluformer.ops.gate import check_storage, resolve
 from reluformer.ops.rule import Rectified
 
@@ -259,6 +259,7 @@ def decode_attention(
         _check_learned(name, value, q.shape[1])
     q, gamma, threshold = resolve(q), resolve(gamma), resolve(threshold)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    check_scale(scale)
     rule = Rectified(gamma, length_exponent, power, threshold, row_normalise=row_normalise)
     if _use_triton(
         impl, "decode_attention", q.is_cuda, lambda: _why_not_triton(q, cache, scale, rule)
