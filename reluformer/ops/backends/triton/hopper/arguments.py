@@ -128,6 +128,8 @@ class BackwardConfig(NamedTuple):
     """Whether dK/dV writes the signs of the weights, and dQ reads them instead of Q."""
     GRADIENTS: bool
     """Whether dK/dV stores its score gradients; then dQ is the product with them alone."""
+    COMPACT: bool
+    """Whether blocks of score gradients that no row sees have no memory (causal calls)."""
     SEPARATE_SCORES: bool
     """Whether S^T and dP^T have registers of their own in dK/dV (power above 1, no `SIGNS`)."""
 

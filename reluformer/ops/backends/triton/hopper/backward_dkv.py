@@ -87,7 +87,7 @@ def _stored_block(stored, head, tile, key, sizes, CONFIG: gl.constexpr):
         block = head.to(gl.int64) * sizes.head_blocks + tile.to(gl.int64) * sizes.key_blocks
         place = stored + (block + key // 64) * 256
     if CONFIG.GRADIENTS:
-        place = gradient_block(stored, head, tile, key, sizes)
+        place = gradient_block(stored, head, tile, key, sizes, CONFIG.COMPACT)
     return place
 
 

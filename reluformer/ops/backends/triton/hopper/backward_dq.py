@@ -260,7 +260,8 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
             thread_barrier()
-            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+            buffer = shared.out.index(consumer)
+            buffer = buffer.reshape([buffer.shape[2], CONFIG.D])
             k_tile = zero_padding(
                 k_tile, buffer, (count - 1) * CONFIG.COLS, end, CONFIG.COLS, CONFIG.D
             )
@@ -298,7 +299,8 @@ def hopper_dq_kernel(
     """dQ [B, H, Tq, D] and, if `pointers` has it, `row_shift` [B, H, Tq]: the sum of dS per row.
 
     Args:
-        q, k, v, grad_out, dq: TMA descriptors of [B, H, T, D], with tiles of 64 rows.
+        q, k, v, grad_out, dq: TMA descriptors of [B, H, T, D], with tiles of COLS rows of k and v
+            and of ROWS rows of the others.
         pointers: a BackwardPointers.
         items .. term_rows: the fields of BackwardSizes; `heads` are query heads.
         scalars: a Scalars.
@@ -312,7 +314,10 @@ def hopper_dq_kernel(
         q_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, q.layout)
     k_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, k.layout)
     v_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, v.layout)
-    out_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, dq.layout)
+    # It also holds a copy of a key tile.
+    out_rows: gl.constexpr = CONFIG.ROWS if CONFIG.ROWS > CONFIG.COLS else CONFIG.COLS
+    out_shape: gl.constexpr = [CONSUMERS, 1, 1, out_rows, CONFIG.D]
+    out_bufs = gl.allocate_shared_memory(q.dtype, out_shape, dq.layout)
     resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
     full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
     fence_async_shared()

@@ -50,7 +50,12 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_count,
     zero_padding,
 )
-from reluformer.ops.backends.triton.hopper.stored_gradients import SIDE, load_gradients, mask_pairs
+from reluformer.ops.backends.triton.hopper.stored_gradients import (
+    SIDE,
+    load_gradients,
+    mask_pairs,
+    missing_blocks,
+)
 from reluformer.ops.backends.triton.versions import thread_barrier, tma_load
 
 
@@ -95,6 +100,8 @@ def _producer(gradients, k, lengths, shared, sizes, CONFIG: gl.constexpr):
                     shared.gradients.index(ring.stage * CONSUMERS + consumer),
                 )  # fmt: skip
             place += sizes.term_rows
+            if CONFIG.COMPACT:
+                place -= missing_blocks(j + 1, sizes) * SIDE
             ring = advance(ring, CONFIG.STAGES)
 
 
