@@ -65,12 +65,9 @@ CHOICES: dict[str, dict[str, Any]] = {
         "gradient_bytes": 512 << 20,
         "product_rows": 64,
     },
-    "late, wide dQ": {"forward_tile": "late", "gradient_bytes": 0, "wide_backward": ("dq",)},
-    "late, wide dK/dV and dQ": {
-        "forward_tile": "late",
-        "gradient_bytes": 0,
-        "wide_backward": ("dkv", "dq"),
-    },
+    "late, wide dQ": {"forward_tile": "late", "gradient_bytes": 0, "dq_tile": "wide"},
+    "late, dQ of three": {"forward_tile": "late", "gradient_bytes": 0, "dq_tile": "three"},
+    "late, wide dK/dV": {"forward_tile": "late", "gradient_bytes": 0, "dkv_tile": "wide"},
     "one pass": {"one_pass": True},
 }
 RULES: dict[str, dict[str, Any]] = {

@@ -161,8 +161,10 @@ def main() -> None:
         choice = {"gradient_bytes": 64 << 20, "compact_gradients": True, "product_rows": rows}
         hopper_backward(128, causal, 4, 0, **choice)
     for causal, power in ((False, 2), (False, 4), (True, 4)):
-        COMPILER.label = f"wide, width 64, causal {causal}, power {power}"
-        hopper_backward(64, causal, power, 0, wide_backward=("dkv", "dq"))
+        for tile in ("wide", "three"):
+            COMPILER.label = f"{tile}, width 64, causal {causal}, power {power}"
+            dkv_tile = "wide" if tile == "wide" else None
+            hopper_backward(64, causal, power, 0, dkv_tile=dkv_tile, dq_tile=tile)
     for length, width in ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128)):
         COMPILER.label = f"length {length}, width {width}"
         one_pass(length, width)

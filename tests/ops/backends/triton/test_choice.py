@@ -153,25 +153,30 @@ def backward_configs(
 
 
 @pytest.mark.parametrize(
-    ("call", "expected"),
+    ("call", "takes_dkv", "takes_dq"),
     [
-        (problem(64, 1000, power=4), (128, 128)),
-        (problem(64, 1024, power=2), (128, 128)),
-        (problem(64, 1024, power=8), (64, 128)),
-        (problem(64, 1024, power=4, causal=True), (64, 128)),
-        (problem(64, 1024), (64, 64)),
-        (problem(128, 1024, power=4), (64, 64)),
+        (problem(64, 1000, power=4), True, True),
+        (problem(64, 1024, power=2), True, True),
+        (problem(64, 1024, power=8), False, True),
+        (problem(64, 1024, power=4, causal=True), False, True),
+        (problem(64, 1024), False, False),
+        (problem(128, 1024, power=4), False, False),
     ],
 )
-def test_wide_tiles_where_registers_suffice(call: Problem, expected: tuple[int, int]) -> None:
-    for wide, columns in ((("dkv", "dq"), expected), (("dq",), (64, expected[1])), ((), (64, 64))):
-        dkv, dq = backward_configs(call, wide_backward=wide)
-        assert (dkv["COLS"], dq["COLS"]) == columns
-        # Both kinds of scores at once would need more registers.
-        assert dkv["SEPARATE_SCORES"] == (columns[0] == 64 == dkv["D"] and dkv["POWER"] > 1)
-        assert dq["RAGGED"] == (call.settings.max_k == 1000)
-    dkv, _ = backward_configs(call, gradients=True, wide_backward=("dkv", "dq"))
+def test_requested_backward_tiles_where_registers_suffice(
+    call: Problem, takes_dkv: bool, takes_dq: bool
+) -> None:
+    dkv, dq = backward_configs(call, dkv_tile="wide", dq_tile="wide")
+    assert (dkv["COLS"] == 128) == takes_dkv and (dq["COLS"] == 128) == takes_dq
+    # Both kinds of scores at once would need more registers.
+    assert not (takes_dkv and dkv["SEPARATE_SCORES"])
+    assert dq["RAGGED"] == (call.settings.max_k == 1000)
+    dkv, dq = backward_configs(call, dq_tile="three")
+    assert dkv["COLS"] == dq["COLS"] == 64 and dkv["CONSUMERS"] == 2
+    assert dq["CONSUMERS"] == (3 if takes_dq else 2)
+    dkv, dq = backward_configs(call, gradients=True, dkv_tile="wide", dq_tile="three")
     assert dkv["COLS"] == 64, "score gradients are stored in blocks of 64"
+    assert dq["CONSUMERS"] == 2, "the product has its own tiles"
 
 
 def test_rows_of_the_product_with_stored_gradients() -> None:

@@ -104,8 +104,10 @@ class BackwardConfig(NamedTuple):
     """Head width of queries, keys and values."""
     GROUP: int
     """Query heads per key head."""
+    CONSUMERS: int
+    """Groups of four warps that compute: two, or three in dQ."""
     ROWS: int
-    """Rows that each of the two consumers owns; 64 in dK/dV and with `SIGNS`."""
+    """Rows that each consumer owns; 64 in dK/dV and with `SIGNS`."""
     COLS: int
     """Rows of a streamed tile; 64 with `SIGNS` or `GRADIENTS`."""
     STAGES: int

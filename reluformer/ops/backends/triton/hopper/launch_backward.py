@@ -43,17 +43,24 @@ class Buffering(NamedTuple):
     in_registers: bool
     """Whether resident tiles are held in registers."""
     rows: int = _SIDE
-    """Rows that each of the two consumers owns."""
+    """Rows that each consumer owns."""
     cols: int = _SIDE
     """Rows of a streamed tile."""
+    consumers: int = 2
+    """Groups of four warps that compute."""
 
 
 # By head width: for dK/dV, for dQ, and for dQ from signs.
 _DKV = {64: Buffering(8, True), 128: Buffering(4, False)}
 _DQ = {64: Buffering(8, True), 128: Buffering(4, False)}
 _DQ_FROM_SIGNS = {64: Buffering(8, True), 128: Buffering(5, True)}
-# For either kernel of width 64 on request: fewer instructions a score, and no register to spare.
-_WIDE = Buffering(4, False, cols=2 * _SIDE)
+# For width 64 on request, by kernel and name: wide tiles take fewer instructions a score, and
+# leave no register to spare; three consumers have fewer registers each.
+_NAMED: dict[tuple[tuning.Kernel, str], Buffering] = {
+    ("dkv", "wide"): Buffering(4, False, cols=2 * _SIDE),
+    ("dq", "wide"): Buffering(4, False, cols=2 * _SIDE),
+    ("dq", "three"): Buffering(8, False, consumers=3),
+}
 # For dQ from score gradients, by head width and rows. More rows read fewer key tiles, and fewer
 # rows fill the GPU: with causality tiles come in pairs.
 _DQ_PRODUCT = {
@@ -148,9 +155,10 @@ def dkv_launch(
     from reluformer.ops.backends.triton.hopper.backward_dkv import hopper_dkv_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    # Blocks of score gradients are narrow.
-    is_wide = not gradients and _is_wide(problem, "dkv")
-    buffering = _WIDE if is_wide else _DKV[q.shape[-1]]
+    buffering = _DKV[q.shape[-1]]
+    if not gradients:
+        # Blocks of score gradients are narrow.
+        buffering = _named(problem, "dkv", tuning.current().dkv_tile) or buffering
     config = _config(problem, level, buffering, signs=signs, gradients=gradients)
     tiled = [(q, config.COLS), (k, config.ROWS), (v, config.ROWS), (grad_out, config.COLS)]
     tiled += [(dk, config.ROWS), (dv, config.ROWS)]
@@ -164,9 +172,8 @@ def dq_launch(problem: Problem, level: int, grad_out: Tensor, dq: Tensor, *, sig
     from reluformer.ops.backends.triton.hopper.backward_dq import hopper_dq_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    buffering = (_DQ_FROM_SIGNS if signs else _DQ)[q.shape[-1]]
-    if _is_wide(problem, "dq"):
-        buffering = _WIDE
+    usual = (_DQ_FROM_SIGNS if signs else _DQ)[q.shape[-1]]
+    buffering = _named(problem, "dq", tuning.current().dq_tile) or usual
     config = _config(problem, level, buffering, signs=signs)
     tiled = [(q, config.ROWS), (k, config.COLS), (v, config.COLS), (grad_out, config.ROWS)]
     tiled += [(dq, config.ROWS)]
@@ -209,14 +216,15 @@ def _is_compact(problem: Problem) -> bool:
     return problem.settings.causal and tuning.current().compact_gradients
 
 
-def _is_wide(problem: Problem, kernel: tuning.Kernel) -> bool:
-    """Whether wide tiles are requested for a kernel, and its loops do not spill with them."""
+def _named(problem: Problem, kernel: tuning.Kernel, name: str | None) -> Buffering | None:
+    """The buffering that is requested by name, if loops of this call do not spill with it."""
     settings = problem.settings
-    if kernel not in tuning.current().wide_backward or problem.q.shape[-1] != 64:
-        return False
-    # dK/dV has no registers for masks and for power 8.
-    can_be_wide = kernel == "dq" or (settings.power < 8 and not settings.causal)
-    return settings.power > 1 and can_be_wide
+    if name is None or problem.q.shape[-1] != 64 or settings.power == 1:
+        return None
+    if kernel == "dkv" and (settings.causal or settings.power == 8):
+        # There are no registers for masks and for power 8.
+        return None
+    return _NAMED[kernel, name]
 
 
 def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
@@ -237,6 +245,7 @@ def _config(
     return BackwardConfig(
         D=problem.q.shape[-1],
         GROUP=problem.group,
+        CONSUMERS=buffering.consumers,
         ROWS=buffering.rows,
         COLS=buffering.cols,
         STAGES=buffering.stages,
@@ -271,8 +280,9 @@ def _launch(
     `tiled` are the tensors that it reads or writes in tiles, each with the rows of a tile.
     """
     max_q, max_k = problem.settings.max_q, problem.settings.max_k
-    items = work_items(problem, heads, length, 2 * config.ROWS)
-    tiles = tiles_per_head(length, 2 * config.ROWS)
+    rows = config.CONSUMERS * config.ROWS
+    items = work_items(problem, heads, length, rows)
+    tiles = tiles_per_head(length, rows)
     head_blocks = gradient_blocks(problem) if config.GRADIENTS else _head_blocks(problem)
     sizes = (items, heads, tiles, max_q, max_k, _key_blocks(problem), head_blocks)
     return launch(

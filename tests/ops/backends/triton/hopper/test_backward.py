@@ -49,6 +49,7 @@ def gradients(
     stored_rows: int = 0,
     compact: bool = False,
     cols: int = SIDE,
+    consumers: int = 2,
     sources: tuple[dict[str, Any], ...] = SOURCES,
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """(gradients of the kernels, of the reference, norm of the rows of the last one).
@@ -56,7 +57,7 @@ def gradients(
     The gradients are those of q, k, v and, if there is one, of the threshold. The latter is a sum
     over all rows, whose terms can cancel. With `stored_rows`, score gradients are stored, and a
     consumer of the kernel for dQ owns that number of rows; with `compact`, blocks that no row sees
-    have no memory. Streamed tiles have `cols` rows.
+    have no memory. Streamed tiles have `cols` rows, and the kernel for dQ that number of consumers.
     """
     torch.manual_seed(seed)
     heads = group if group > 1 else 2
@@ -108,7 +109,8 @@ def gradients(
     row_shift = torch.full((BATCH, heads, queries), float("nan"))
     describe = gluon_emulator.Descriptor
     config = BackwardConfig(
-        D=WIDTH, GROUP=group, ROWS=SIDE, COLS=cols, STAGES=STAGES, IN_REGISTERS=in_registers,
+        D=WIDTH, GROUP=group, CONSUMERS=2, ROWS=SIDE, COLS=cols, STAGES=STAGES,
+        IN_REGISTERS=in_registers,
         CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
         ROW_TERMS=sums, GRAD_SCALED=per_row, RAGGED=keys % cols > 0, SIGNS=signs,
         GRADIENTS=stored_rows > 0, COMPACT=compact, SEPARATE_SCORES=separate,
@@ -125,7 +127,8 @@ def gradients(
     for at, name, tiled in launches:
         resident_heads, length = (heads, queries) if at else (kv_heads, keys)
         rows = stored_rows if at == 2 else SIDE
-        tiles = math.ceil(length / (2 * rows))
+        parts = consumers if at == 1 else 2
+        tiles = math.ceil(length / (parts * rows))
         items = BATCH * resident_heads * (math.ceil(tiles / 2) if causal else tiles)
         sizes = (items, resident_heads, tiles, queries, keys, key_blocks, head_blocks, padded)
         tensors = (
@@ -145,7 +148,7 @@ def gradients(
             *map(torch.tensor, sizes),
             Scalars(scale, unit, 0.0, 0.5, None),
             seed=seed,
-            CONFIG=config._replace(ROWS=rows),
+            CONFIG=config._replace(ROWS=rows, CONSUMERS=parts),
         )
     if thresholds is not None:
         results.append(-row_shift.sum((0, 2)))
@@ -198,11 +201,12 @@ def check(*args: int, **options: Any) -> None:
     stored_rows=st.sampled_from((0, 64, 128)),
     compact=st.booleans(),
     is_wide=st.booleans(),
+    consumers=st.sampled_from((2, 3)),
 )
 def test_kernels_in_emulator_match_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
     padded: bool, group: int, sums: bool, signs: bool, in_registers: bool, seed: int,
-    separate: bool, stored_rows: int, compact: bool, is_wide: bool,
+    separate: bool, stored_rows: int, compact: bool, is_wide: bool, consumers: int,
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
     signs = signs and power == 1 and not stored_rows
@@ -212,6 +216,7 @@ def test_kernels_in_emulator_match_reference(
         group=group, sums=sums, signs=signs, in_registers=in_registers, seed=seed,
         separate=separate and power > 1, stored_rows=stored_rows,
         compact=compact and causal and stored_rows > 0, cols=128 if is_wide else SIDE,
+        consumers=2 if signs else consumers,
     )  # fmt: skip
 
 
@@ -327,7 +332,7 @@ def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def overrides(kind: str, limit: int) -> dict[str, Any]:
     """Options of `tuning.override` by which dK/dV stores nothing, signs or score gradients.
 
-    "compact" stores score gradients of visible blocks, "wide" nothing, with wide tiles.
+    "compact" stores score gradients of visible blocks; "wide" and "three" nothing, with such tiles.
     """
     is_compact = kind == "compact"
     return {
@@ -335,11 +340,12 @@ def overrides(kind: str, limit: int) -> dict[str, Any]:
         "gradient_bytes": limit * (kind == "gradients" or is_compact),
         "compact_gradients": is_compact,
         "product_rows": 128 if is_compact else None,
-        "wide_backward": ("dkv", "dq") if kind == "wide" else (),
+        "dkv_tile": "wide" if kind == "wide" else None,
+        "dq_tile": kind if kind in ("wide", "three") else None,
     }
 
 
-KINDS = ("nothing", "signs", "gradients", "compact", "wide")
+KINDS = ("nothing", "signs", "gradients", "compact", "wide", "three")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CASES = [
     Case("full", statistics=1),
@@ -371,8 +377,9 @@ LENGTHS = (
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_on_gpu_match_reference(case: Case, width: int, stored: str) -> None:
-    if not {"compact": case.causal, "wide": width == 64 and case.power > 1}.get(stored, True):
-        pytest.skip("the kernels would be those of another kind")
+    has_kernels = case.causal if stored == "compact" else width == 64 and case.power > 1
+    if stored in ("compact", "wide", "three") and not has_kernels:
+        pytest.skip("the kernels are those of another kind")
     run_backward.BACKWARD_LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and (case.gamma or case.row_normalise):
