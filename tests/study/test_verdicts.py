@@ -106,12 +106,41 @@ def test_the_ladder_of_attentions() -> None:
         ("holds", "+0.50 BLEU (softmax - scale only)"),
         ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU"),
         ("not measured", "–"),
-        ("holds partly", "-0.20 BLEU"),
+        ("not measured", "–"),
+        ("not measured", "–"),
     ]
     diverged = [sent({"attention": name}) for name in ("plain", "scale", "default")]
     states = [state for state, _ in decided("attention", softmax, *diverged)]
     unknown = "not measured"
-    assert states == ["holds", "holds", unknown, unknown, "does not hold here"]
+    assert states == ["holds", "holds", unknown, unknown, "does not hold here", unknown]
+
+
+@pytest.mark.parametrize(
+    ("interval", "state"),
+    [
+        ((-0.2, 0.3), "holds"),
+        # As printed, with two decimals.
+        ((-0.204, 0.3), "holds"),
+        ((-0.206, 0.3), "holds partly"),
+        ((-0.6, -0.2), "holds partly"),
+        ((-0.6, -0.21), "does not hold here"),
+    ],
+)
+def test_an_attention_reaches_softmax_by_its_interval(
+    interval: tuple[float, float], state: str
+) -> None:
+    comparisons = [
+        Comparison("test", "sentence", {"attention": name}, {}, 3, difference, limits, 0.7, "")
+        for name, difference, limits in (
+            ("paper", -1.0, (-1.2, -0.8)),
+            ("default", -0.0, interval),
+            ("squared", 0.1, (0.05, 0.15)),
+        )
+    ]
+    outcomes = [sent({"attention": c.system["attention"]}, bleu=25.0) for c in comparisons]
+    findings = STUDIES["attention"].conclude(Results([sent({}, bleu=25.0), *outcomes], comparisons))
+    states = [verdict.state for verdict in findings.verdicts[-3:]]
+    assert states == ["does not hold here", state, "holds"]
 
 
 def test_documents() -> None:
@@ -197,5 +226,5 @@ def test_intervals_name_their_seeds() -> None:
         0.05, (-0.2, 0.3), 0.7, "",
     )  # fmt: skip
     outcomes = [sent({}, bleu=25.0), sent({"attention": "default"}, bleu=25.05)]
-    *_, last = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
-    assert last.number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"
+    verdicts = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
+    assert verdicts[-2].number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"
