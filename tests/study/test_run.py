@@ -13,6 +13,7 @@ import typer
 
 from reluformer.cli import studies as command
 from reluformer.config.recipe import load_recipe
+from reluformer.data.prepare import Prepared
 from reluformer.errors import UserError
 from reluformer.info import info
 from reluformer.locks import lock_file
@@ -22,7 +23,12 @@ from reluformer.report.markdown import markdown_report
 from reluformer.study import coverage
 from reluformer.study.budgets import BUDGETS, lookup_budget
 from reluformer.study.cells import Cell, Outcome, load_outcome
-from reluformer.study.corpora import check_corpora, find_corpora, generate_corpora
+from reluformer.study.corpora import (
+    check_corpora,
+    find_corpora,
+    generate_corpora,
+    vocabulary_size,
+)
 from reluformer.study.definition import Plan, Results
 from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
@@ -283,10 +289,24 @@ def test_speeds_of_other_machines_do_not_count() -> None:
     def minutes(devices: list[str]) -> float:
         detail = {"machine": {"devices": devices}}
         measured = Outcome("other", cell.labels, "finished", values, detail)
-        return estimate([(cell, recipe)], [measured], jobs=1).minutes
+        return estimate([(cell, recipe)], [measured], 1, lambda _: 600).minutes
 
-    assert minutes(["a faster GPU"]) == estimate([(cell, recipe)], [], jobs=1).minutes < 10
+    guess = estimate([(cell, recipe)], [], 1, lambda _: 600).minutes
+    assert minutes(["a faster GPU"]) == guess < 10
     assert minutes(info()["devices"]) > 500
+
+
+def test_vocabularies_are_known_before_corpora_are_prepared(tmp_path: Path) -> None:
+    def size(source: str, *, is_generated: bool = False) -> int:
+        loaded = load_recipe("sentence", [f"data.source={source}"])
+        return vocabulary_size(loaded, is_generated=is_generated)
+
+    missing = str(tmp_path / "europarl-doc")
+    assert size(missing) == 30_000 and size(missing, is_generated=True) == 600
+    generate_corpora({"europarl-sent": tmp_path / "europarl-sent"})
+    prepared = Prepared.open(tmp_path / "europarl-sent")
+    assert size(str(prepared.folder)) == prepared.tokenizer().vocab_size
+    assert vocabulary_size(load_recipe("tiny"), is_generated=True) == 1000
 
 
 def test_coverage_counts_seeds() -> None:

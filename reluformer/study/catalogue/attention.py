@@ -77,9 +77,7 @@ def _fails(outcomes: list[Outcome], attention: str, softmax: float) -> bool | No
     return all(not o.finished or o.value("dev_nll") > softmax + 0.5 for o in same)
 
 
-def _reaches(
-    claim: str, results: Results, outcomes: Sequence[Outcome], attention: str
-) -> Verdict:
+def _reaches(claim: str, results: Results, outcomes: Sequence[Outcome], attention: str) -> Verdict:
     """Whether an attention is at most a small margin behind softmax, by the interval."""
     rule = (
         f"holds if the 95 % interval of the difference begins at {-_MARGIN} BLEU or above, "
