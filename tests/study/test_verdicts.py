@@ -104,7 +104,7 @@ def test_the_ladder_of_attentions() -> None:
     assert decided("attention", *outcomes) == [
         ("does not hold here", "dev nll 2.10 against 1.70"),
         ("holds", "+0.50 BLEU (softmax - scale only)"),
-        ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU"),
+        ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU (1 seed)"),
         ("not measured", "–"),
         ("not measured", "–"),
         ("not measured", "–"),

@@ -10,7 +10,9 @@ from reluformer.study.catalogue.tables import (
     group_table,
     interval,
     mean_of,
+    millions,
     percent,
+    seeds,
     thousands,
 )
 from reluformer.study.cells import Cell, Outcome
@@ -111,6 +113,7 @@ def _verdicts(results: Results, outcomes: list[Outcome]) -> list[Verdict]:
     plain = mean("dev_nll", "plain")
     entropy = mean("entropy_cross", "scale+norm") - mean("entropy_cross", "scale")
     helped = bleu("scale+norm") - bleu("scale")
+    runs = [o for o in outcomes if o.labels["attention"] == "scale+norm"]
     return [
         combine(
             "Plain ReLU in place of softmax does not train",
@@ -129,7 +132,8 @@ def _verdicts(results: Results, outcomes: list[Outcome]) -> list[Verdict]:
             "The normalisation loss raises the entropy (paper: +1.52) and helps",
             [None if math.isnan(entropy) else entropy >= 0.3,
              None if math.isnan(helped) else helped > 0],
-            f"{show_number(entropy)} nats in cross-attention, {show_number(helped)} BLEU",
+            f"{show_number(entropy)} nats in cross-attention, {show_number(helped)} BLEU "
+            f"({seeds(len(runs))})",
             "holds from +0.3 nats on with more BLEU, partly if one of the two is so",
         ),
         *(_reaches(claim, results, outcomes, attention) for claim, attention in _CANDIDATES),
@@ -147,7 +151,7 @@ def _conclude(results: Results) -> Findings:
         "zeros": ("zeros_cross", percent),
         "dead rows": ("dead_rows_cross", percent),
         "tokens/s": ("tokens_per_second", thousands),
-        "parameters": ("parameters", thousands),
+        "parameters": ("parameters", millions),
     }
     by = ("attention", "rate")
     tables = [

@@ -107,9 +107,11 @@ def _conclude(results: Results) -> Findings:
         ),
     ]
     plots = [
-        Plot(f"Share of the weight on the top slots: {part}", "top p % of the slots", "share",
+        Plot(f"Share of the weight on the top {items}: {part}", f"top p % of the {items}", "share",
              _curves(chosen, part), log_x=True)
-        for part, chosen in (("memories", memories), ("attentions", attentions))
+        for part, items, chosen in (
+            ("memories", "slots", memories), ("attentions", "keys", attentions)
+        )
     ]  # fmt: skip
     return Findings(_verdicts(memories, attentions), tables, plots)
 
