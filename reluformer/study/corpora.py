@@ -11,7 +11,7 @@ from reluformer.data.prepare import Prepared, prepare
 from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
 from reluformer.errors import UserError, quote
-from reluformer.files import real_path
+from reluformer.files import real_path, remove_partials
 
 TESTS: dict[str, tuple[str, ...]] = {
     "europarl-sent": ("test",),
@@ -110,6 +110,8 @@ def _generate(parent: Path, name: str) -> None:
     """Prepare generated sentences or documents under the corpus's name."""
     documents = name == "europarl-doc"
     texts = parent / f"{name}.text"
+    # Leftovers of a killed call.
+    remove_partials(texts)
     splits: dict[str, list[TextPair]] = {}
     for split, count in _SAMPLE.items():
         if split.endswith(".long") and not documents:

@@ -143,6 +143,22 @@ def test_an_attention_reaches_softmax_by_its_interval(
     assert states == ["does not hold here", state, "holds"]
 
 
+def test_centralisation_is_compared_over_the_seeds_of_both() -> None:
+    shares = {"softmax": (0.5, 0.6, 0.9), "paper": (0.55, 0.45), "default": (0.5, 0.58, 0.91)}
+    outcomes = [
+        sent({"attention": kind, "seed": seed}, top_cross=share)
+        for kind, measured in shares.items()
+        for seed, share in enumerate(measured, 1)
+    ]
+    unit = "points of the top 0.2 % share (softmax - ReLU, by seed"
+    assert decided("centralisation", *outcomes)[2:] == [
+        ("holds", f"+5.00 {unit} -5.0, +15.0)"),
+        ("holds partly", f"+0.33 {unit} +0.0, +2.0, -1.0)"),
+    ]
+    diverged = sent({"attention": "paper"})
+    assert decided("centralisation", outcomes[0], diverged)[2] == ("not measured", "–")
+
+
 def test_documents() -> None:
     outcomes = [document("softmax", n, dbleu_long=25.0) for n in (256, 512, 1024)]
     outcomes += [document("default", n, dbleu_long=25.0 + n / 2048) for n in (256, 512)]
