@@ -34,7 +34,7 @@ from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
 from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
 from reluformer.study.runner import RunOptions, run_studies
-from reluformer.study.selection import select, set_aside
+from reluformer.study.selection import lost_models, select, set_aside
 from reluformer.study.stored import load_outcomes
 from reluformer.study.variants import sentence_cell
 
@@ -168,6 +168,7 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
         if name in kept:
             (options.root / name / "model" / "config.json").touch()
     left = dict(outcomes)
+    assert sorted(lost_models(CHAIN, outcomes, options.root)) == again
     set_aside(CHAIN, left, options.root, lines.append)
     assert sorted(outcomes.keys() - left.keys()) == again
     assert sorted(line.split(":")[0] for line in lines) == again
@@ -175,6 +176,22 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
         assert load_outcome(options.root / "earlier" / name) == outcomes[name]
         assert not (options.root / name).exists()
     assert {o.name for o in load_outcomes(options.root)} == left.keys()
+
+
+def test_models_to_train_again_are_announced(tmp_path: Path) -> None:
+    study = replace(STUDIES["lengths"], plan=lambda plan: STUDIES["lengths"].plan(plan)[:4:3])
+    (start, child) = study.plan(Plan(TINY))
+    assert child.parent == start.name
+    detail = {"budget": "tiny", "recipe": start.recipe, "settings": start.settings}
+    detail |= {"corpus": start.corpus}
+    folder = tmp_path / "tiny" / start.name
+    Outcome(start.name, start.labels, "finished", {}, detail).save(folder)
+    lines: list[str] = []
+    run_studies([study], RunOptions(tmp_path, TINY, minutes=0.0, report=lines.append))
+    assert "0 of 2 cells have ended; 2 cells to run" in lines[1]
+    assert lines[2].endswith(f"because later cells need their weights: {start.name}")
+    # Nothing has moved yet.
+    assert load_outcome(folder) is not None
 
 
 def test_studies_share_one_queue(tmp_path: Path) -> None:
