@@ -187,10 +187,13 @@ def test_longer_inputs_than_trained_on() -> None:
 @pytest.mark.parametrize(
     ("losses", "decision"),
     [
-        ({"default": 2.0, "a": 1.995, "b": 2.2}, ("holds", "best change: a, -0.005 nats")),
+        (
+            {"default": 2.0, "a": 1.995, "b": 2.2},
+            ("holds", "best of 2 of 13 changes: a, -0.005 nats"),
+        ),
         (
             {"default": 2.0, "a": 1.9, "b": 2.2},
-            ("does not hold here", "best change: a, -0.100 nats"),
+            ("does not hold here", "best of 2 of 13 changes: a, -0.100 nats"),
         ),
         ({"default": 2.0, "a": None}, ("holds", "every change diverged")),
         ({"default": None, "a": 1.9}, ("does not hold here", "the default diverged")),
