@@ -35,6 +35,8 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
 # Seconds after which a delayed interruption is delivered again.
 _IMPORT_POLL = 0.05
+# Most characters of names that a table keeps on one line.
+_NAME_WIDTH = 20
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
@@ -304,8 +306,14 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
+    is_short = all(len(row[0]) <= _NAME_WIDTH for row in rows)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if index else "left",
+            overflow="fold",
+            no_wrap=index == 0 and is_short,
+        )
     for row in rows:
         table.add_row(*row)
     Console().print(table)

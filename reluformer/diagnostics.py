@@ -85,13 +85,18 @@ def top_share(weights: Tensor, percent: float = TOP_PERCENT, n: Tensor | None = 
     Returns:
         Share of each row, [...]; 0 for a row without weight.
     """
+    return top_shares(weights, (percent,), n)[..., 0]
+
+
+def top_shares(weights: Tensor, percents: Sequence[float], n: Tensor | None = None) -> Tensor:
+    """`top_share` for several percentages at the cost of one: [..., percents]."""
     sizes = weights.abs()
     if n is None:
         n = torch.full(sizes.shape[:-1], sizes.shape[-1], device=sizes.device)
-    count = (n * percent / 100).round().clamp_min(1).long()
+    counts = [(n * percent / 100).round().clamp_min(1).long() for percent in percents]
     heaviest = sizes.sort(dim=-1, descending=True).values.cumsum(dim=-1)
-    top = heaviest.gather(-1, count.unsqueeze(-1) - 1).squeeze(-1)
-    total = heaviest[..., -1]
+    top = heaviest.gather(-1, torch.stack(counts, dim=-1) - 1)
+    total = heaviest[..., -1:]
     return torch.where(total > 0, top / torch.where(total > 0, total, 1.0), 0.0)
 
 
@@ -190,15 +195,16 @@ def _memory_report(
     sizes = weights.abs()
     total = sizes.sum(dim=-1, keepdim=True)
     shares = sizes / torch.where(total > 0, total, 1.0)
+    top, *tops = top_shares(weights, (TOP_PERCENT, *percents)).double().flatten(0, -2).mean(0)
     return MemoryReport(
         name=name,
         zeros=float((weights == 0).double().mean()),
         dead_slots=float((sizes.amax(dim=0) == 0).double().mean()),
         entropy=float(-torch.xlogy(shares, shares).sum(dim=-1).double().mean()),
-        top_share=float(top_share(weights).double().mean()),
+        top_share=float(top),
         anisotropy=anisotropy(memory.values.flatten(0, -2)),
         output_variance=float(output.double().var(dim=-1, correction=0).mean()),
-        top_shares=tuple(float(top_share(weights, p).double().mean()) for p in percents),
+        top_shares=tuple(map(float, tops)),
     )
 
 

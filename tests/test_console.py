@@ -130,3 +130,16 @@ def test_an_interruption_during_the_last_import_is_not_lost(
     # Nothing is delivered later, for example while Python exits.
     time.sleep(0.2)
     assert capsys.readouterr().err == "reluformer: interrupted\n"
+
+
+def test_names_of_a_wide_table_stay_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ["layer.head", "sum", "entropy", "zeros", "dead rows", "dead keys", "cosine", "top %"]
+    row = ["encoder 0.0", "0.835", "3.795", "100.0%", "100.0%", "100.0%", "0.177", "12.5%"]
+    console.print_table("Attention", columns, [row, ["cross 0.1", *row[1:]]])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    (line,) = [line for line in lines if "encoder 0.0" in line]
+    assert all(value in line for value in row)

@@ -19,6 +19,9 @@ def test_top_share_counts_the_heaviest_slots() -> None:
     assert diagnostics.top_share(weights, percent=50).tolist() == pytest.approx([1.0, 0.0, 0.7])
     seen = torch.tensor([3, 3, 2])
     assert diagnostics.top_share(weights, 50, n=seen).tolist() == pytest.approx([1.0, 0.0, 0.5])
+    together = diagnostics.top_shares(weights, (25, 50), seen)
+    assert together[:, 1].tolist() == pytest.approx([1.0, 0.0, 0.5])
+    assert together[:, 0].tolist() == pytest.approx([0.75, 0.0, 0.5])
 
 
 def test_a_row_whose_sum_underflows_is_dead_for_every_statistic_and_loss() -> None:

@@ -18,7 +18,7 @@ from reluformer.diagnostics import (
     branch_variances,
     evaluating,
     memory_reports,
-    top_share,
+    top_shares,
 )
 from reluformer.model.attention import MultiHeadAttention
 from reluformer.model.base import Model
@@ -155,7 +155,8 @@ def _attention(
                 anisotropy=anisotropy(vectors[:, group][keys]),
             )
         )
-    curve = tuple(_mean(top_share(weights, p, visible), rows) for p in percents)
+    shares = top_shares(weights, percents, visible)
+    curve = tuple(_mean(share, rows) for share in shares.unbind(-1))
     return AttentionMeasures(record.site, record.layer, tuple(heads), curve)
 
 

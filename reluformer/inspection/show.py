@@ -8,7 +8,7 @@ from reluformer.errors import UserError
 from reluformer.files import atomic_path
 
 if TYPE_CHECKING:
-    from reluformer.inspection.measure import Inspection
+    from reluformer.inspection.measure import Inspection, MemoryMeasures
 
 
 def print_inspection(result: "Inspection") -> None:
@@ -50,7 +50,7 @@ def print_inspection(result: "Inspection") -> None:
         ["memory", "zeros", "dead slots", "entropy", "cosine", "variance", top],
         [
             [
-                m.name.removesuffix(".memory.memory"),
+                _memory_name(m),
                 f"{m.zeros:.1%}",
                 f"{m.dead_slots:.1%}",
                 f"{m.entropy:.3f}",
@@ -100,11 +100,11 @@ def _draw_top_share(pyplot: Any, result: "Inspection") -> Any:
         axes[0].plot(result.percents, attention.top_share, linewidth=1,
                      label=f"{attention.site} {attention.layer}")  # fmt: skip
     for memory in result.memories:
-        axes[1].plot(result.percents, memory.top_share, linewidth=1, label=memory.name)
-    for axis, title in zip(axes, ("attentions", "memories"), strict=True):
+        axes[1].plot(result.percents, memory.top_share, linewidth=1, label=_memory_name(memory))
+    for axis, title, items in zip(axes, ("attentions", "memories"), ("keys", "slots"), strict=True):
         axis.set_xscale("log")
         axis.set_title(title, fontsize=9)
-        axis.set_xlabel("top p % of the slots")
+        axis.set_xlabel(f"top p % of the {items}")
         axis.legend(fontsize=6)
     axes[0].set_ylabel("share of the weight")
     figure.tight_layout()
@@ -119,13 +119,18 @@ def _draw_heads(pyplot: Any, result: "Inspection") -> Any:
     labels = [f"{a.site} {a.layer}" for a in result.attentions]
     for axis, name in zip(axes, fields, strict=True):
         rows = [[getattr(head, name) for head in a.heads] for a in result.attentions]
-        picture = axis.imshow(rows, aspect="auto", cmap="viridis")
+        limits = {"vmin": 0, "vmax": 1} if name in ("zeros", "dead_rows") else {}
+        picture = axis.imshow(rows, aspect="auto", cmap="viridis", **limits)
         axis.set_title(name.replace("_", " "), fontsize=9)
         axis.set_xlabel("head")
         axis.set_yticks(range(len(labels)), labels if axis is axes[0] else [""] * len(labels))
         figure.colorbar(picture, ax=axis, fraction=0.06)
     figure.tight_layout()
     return figure
+
+
+def _memory_name(memory: "MemoryMeasures") -> str:
+    return memory.name.removesuffix(".memory.memory")
 
 
 def _nearest(percents: tuple[float, ...], percent: float) -> int:

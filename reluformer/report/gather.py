@@ -53,7 +53,8 @@ class StudySection:
         left = planned - len(self.record.outcomes)
         if not left:
             return ""
-        return f"{left} of {planned} cells have not run; verdicts and tables are of the others."
+        have = "has" if left == 1 else "have"
+        return f"{left} of {planned} cells {have} not run; verdicts and tables are of the others."
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ class Contents:
         """A warning about results that decide nothing; empty if there are none."""
         is_tiny = any(section.record.budget == "tiny" for section in self.studies)
         return _TINY if is_tiny else ""
+
+    @property
+    def unmeasured(self) -> str:
+        """A sentence that names the other studies of the paper; empty without one of them."""
+        recorded = {section.record.study for section in self.studies}
+        names = [name for name in STUDIES if name not in recorded]
+        if not names or recorded.isdisjoint(STUDIES):
+            return ""
+        return f"Studies without results here: {', '.join(names)}."
 
     @property
     def cells(self) -> dict[tuple[str, str], Outcome]:

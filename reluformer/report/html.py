@@ -41,7 +41,7 @@ def html_report(contents: Contents) -> str:
         "<h1>ReLU and softmax in Transformers: what holds</h1>\n"
         '<p class="soft">Claims of Shen et al. 2023 (arXiv 2302.06461), measured with reluformer '
         f"{__version__}. Numbers are means over seeds ± standard deviation; differences are paired "
-        "bootstraps with 95 % intervals.</p>\n"
+        "bootstraps over the test segments with 95 % intervals, the seeds of a group pooled.</p>\n"
         + "\n".join(sections)
         + f"\n</main>{script}</body></html>\n"
     )
@@ -65,7 +65,7 @@ def _summary(contents: Contents) -> str:
         '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'
         f"<th>verdict</th><th>the number that decides</th></tr></thead><tbody>{''.join(rows)}"
         f'</tbody></table></div><p class="soft">{len(cells)} cells, {minutes:.1f} device minutes; '
-        "cells that several studies share count once.</p>"
+        f"cells that several studies share count once. {contents.unmeasured}</p>"
     )
 
 

@@ -19,6 +19,7 @@ def markdown_report(contents: Contents) -> str:
     if verdicts:
         columns = ["study", "claim", "verdict", "the number that decides"]
         parts.append(_table(Table("All claims", columns, verdicts)))
+        parts += [contents.unmeasured, ""] if contents.unmeasured else []
     for section in contents.studies:
         with damage_named(section.path):
             parts.append(_study(section))

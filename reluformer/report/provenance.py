@@ -39,7 +39,10 @@ def signatures(record: StudyRecord) -> list[tuple[str, str]]:
 
 
 def cell_rows(record: StudyRecord) -> tuple[list[str], list[list[str]]]:
-    """One row a cell: status, training, tuning, time. Names are folders."""
+    """One row a cell: status, training, tuning, time; then those that have not run.
+
+    Names are folders.
+    """
     columns = ["cell", "status", "M tokens", "penalty", "score factor", "device s", "commit"]
     rows = []
     for outcome in record.outcomes:
@@ -56,4 +59,7 @@ def cell_rows(record: StudyRecord) -> tuple[list[str], list[list[str]]]:
                 str(outcome.detail.get("commit") or "")[:8],
             ]
         )
+    ended = {outcome.name for outcome in record.outcomes}
+    blank = [""] * (len(columns) - 2)
+    rows += [[name, "not run", *blank] for name in record.planned if name not in ended]
     return columns, rows

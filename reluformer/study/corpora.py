@@ -11,7 +11,7 @@ from reluformer.data.prepare import Prepared, prepare
 from reluformer.data.synthetic import sample
 from reluformer.data.text import TextPair, write_documents
 from reluformer.errors import UserError, quote
-from reluformer.files import real_path
+from reluformer.files import real_path, remove_partials
 
 TESTS: dict[str, tuple[str, ...]] = {
     "europarl-sent": ("test",),
@@ -21,6 +21,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 _PREPARE = "reluformer prepare data/{name} --corpus {name} --root DATA --vocab-size {size}"
 _VOCABULARIES = {"europarl-sent": 10_000, "europarl-doc": 30_000}
+_GENERATED_VOCABULARY = 600
 _SAMPLE = {"train": 1500, "dev": 24, "test": 24, "test.long": 6}
 _PARTS: dict[str, sample.Split] = {
     "train": "train",
@@ -81,6 +82,24 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def vocabulary_size(recipe: Recipe, *, is_generated: bool) -> int:
+    """Size of the vocabulary of a recipe's data, also before it is prepared.
+
+    Args:
+        recipe: The recipe of a training.
+        is_generated: Whether generated text takes the place of all corpora.
+    """
+    if recipe.data.generated is not None:
+        return recipe.data.generated.vocab_size
+    folder = Path(recipe.data.source)
+    size = Prepared.open(folder).manifest.get("vocab_size") if folder.is_dir() else None
+    if isinstance(size, int):
+        return size
+    if is_generated:
+        return _GENERATED_VOCABULARY
+    return _VOCABULARIES.get(folder.name, max(_VOCABULARIES.values()))
+
+
 def check_sources(recipes: Sequence[Recipe]) -> None:
     """Raise UserError unless the prepared folders that recipes name are complete."""
     for source in {recipe.data.source for recipe in recipes} - set(GENERATED):
@@ -91,6 +110,8 @@ def _generate(parent: Path, name: str) -> None:
     """Prepare generated sentences or documents under the corpus's name."""
     documents = name == "europarl-doc"
     texts = parent / f"{name}.text"
+    # Leftovers of a killed call.
+    remove_partials(texts)
     splits: dict[str, list[TextPair]] = {}
     for split, count in _SAMPLE.items():
         if split.endswith(".long") and not documents:
@@ -101,4 +122,4 @@ def _generate(parent: Path, name: str) -> None:
             pairs = sample.documents(0, count, lengths, split=_PARTS[split])
             write_documents(files.source, files.target, pairs, marked=documents)
         splits[split] = [files]
-    prepare(parent / name, splits, vocab_size=600)
+    prepare(parent / name, splits, vocab_size=_GENERATED_VOCABULARY)

@@ -1,7 +1,7 @@
 """Tokens, minutes and memory that a study needs, said before it starts."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,20 +9,21 @@ import torch
 from reluformer.config.recipe import Recipe
 from reluformer.info import machine
 from reluformer.study.cells import Cell, Outcome
+from reluformer.train.requirements import estimate as estimate_training
 
 # Effective training speed per streaming multiprocessor and per CPU core, in FLOP/s. Measured: the
-# sentence recipe trains at 632 k target tokens/s on an H200 (132 multiprocessors).
+# sentence recipe trains at 632 k target tokens/s on an H200 (132 multiprocessors) and at 213 to 257
+# on a core of an AMD EPYC, where small models mostly wait for the host, 16 ms a layer and step.
 _HOPPER_SM = 1.06e12
 _OLDER_SM = 0.4e12
-_CPU_CORE = 1.5e10
+_CPU_CORE = 6e10
+_CPU_LAYER_SECONDS = 0.016
 # Seconds to start a process and to load or compile before the first step, and to translate after
 # the last.
 _OVERHEAD = {"cuda": 60.0, "cpu": 6.0}
 _OTHER_SECONDS = {"theory": 5.0, "family": 60.0, "extrapolation": 60.0, "context": 90.0}
 # Share of a batch that is no padding.
 _FILL = 0.85
-# A vocabulary is known only once data is read; this is the largest of the recipes.
-_VOCABULARY = 30_000
 
 
 class Needs(NamedTuple):
@@ -50,7 +51,10 @@ def _duration(minutes: float) -> str:
 
 
 def estimate(
-    cells: Sequence[tuple[Cell, Recipe | None]], finished: Sequence[Outcome], jobs: int
+    cells: Sequence[tuple[Cell, Recipe | None]],
+    finished: Sequence[Outcome],
+    jobs: int,
+    vocabulary: Callable[[Recipe], int],
 ) -> Needs:
     """Needs of the cells that are left.
 
@@ -59,6 +63,7 @@ def estimate(
         finished: Outcomes of this study; a speed that was measured on this machine replaces the
             model of it.
         jobs: Cells that run at the same time.
+        vocabulary: Size of the vocabulary of a recipe's data.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     devices = machine()["devices"]
@@ -68,20 +73,32 @@ def estimate(
         if recipe is None:
             seconds += _OTHER_SECONDS[cell.work]
             continue
-        count = round(
-            _FILL * recipe.train.steps * recipe.train.batch_tokens * recipe.train.accumulate
-        )
+        size = vocabulary(recipe)
+        needs = estimate_training(recipe, size)
+        count = round(_FILL * needs.tokens)
         tokens += count
-        speed = _measured_speed(cell, here) or device_speed(device) / flops_per_token(recipe)
-        seconds += count / speed + _OVERHEAD[device]
-        sizes.append(memory_of(recipe) / 1e9)
+        speed = _measured_speed(cell, here)
+        seconds += _OVERHEAD[device]
+        seconds += training_seconds(recipe, size, device) if speed is None else count / speed
+        sizes.append(needs.memory_bytes / 1e9)
     # A GPU divides its speed among cells; CPU cores work side by side.
     side_by_side = min(jobs, os.cpu_count() or 1) if device == "cpu" else min(jobs, 2)
     together = sum(sorted(sizes)[-jobs:])
     return Needs(len(cells), tokens, seconds / 60 / side_by_side, together)
 
 
-def flops_per_token(recipe: Recipe) -> float:
+def training_seconds(recipe: Recipe, vocabulary: int, device: str) -> float:
+    """Seconds that a training takes on this machine, roughly; with one thread on a CPU."""
+    train, model = recipe.train, recipe.model
+    passes = train.steps * train.accumulate
+    flops = _FILL * passes * train.batch_tokens * flops_per_token(recipe, vocabulary)
+    seconds = flops / device_speed(device)
+    if device == "cpu":
+        seconds += passes * (model.encoder_layers + model.decoder_layers) * _CPU_LAYER_SECONDS
+    return seconds
+
+
+def flops_per_token(recipe: Recipe, vocabulary: int) -> float:
     """Floating-point operations of training per target token: 6 per weight, and attention."""
     model = recipe.model
     attention = 4 * model.width**2
@@ -89,18 +106,7 @@ def flops_per_token(recipe: Recipe) -> float:
     encoder = model.encoder_layers * (attention + memory)
     decoder = model.decoder_layers * (2 * attention + memory)
     scores = (model.encoder_layers + 2 * model.decoder_layers) * 2 * recipe.data.max_length
-    return 6.0 * (encoder + decoder + model.width * (_VOCABULARY // 3 + scores))
-
-
-def memory_of(recipe: Recipe) -> float:
-    """Bytes of weights with optimiser state, activations of one batch, and logits."""
-    model = recipe.model
-    per_layer = 6 * model.width**2 + 2 * model.width * model.slots
-    layers = model.encoder_layers + model.decoder_layers
-    weights = layers * per_layer + model.width * _VOCABULARY
-    activations = recipe.train.batch_tokens * layers * (34 * model.width + 4 * model.slots)
-    logits = recipe.train.batch_tokens * (_VOCABULARY // 3) * 8
-    return 16.0 * weights + activations + logits
+    return 6.0 * (encoder + decoder + model.width * (vocabulary + scores))
 
 
 def device_speed(device: str) -> float:

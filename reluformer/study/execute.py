@@ -20,6 +20,7 @@ from reluformer.config.migration import migrate
 from reluformer.config.recipe import Recipe, load_recipe
 from reluformer.console import guarded
 from reluformer.errors import Diverged
+from reluformer.files import remove_partials
 from reluformer.info import commit, machine
 from reluformer.inspection.measure import Inspection, inspect_model, rounded
 from reluformer.inspection.texts import dev_batch
@@ -87,6 +88,8 @@ def execute(job: Job) -> Outcome:
     ended. A runner that is killed before that leaves the seconds written here.
     """
     begin = time.monotonic()
+    # Leftovers of a killed start.
+    remove_partials(job.folder)
     work = {
         "train": _train,
         "theory": _theory,

@@ -1,25 +1,33 @@
 """From a finished model to scores: length penalty tuned on dev, test sets translated, BLEU.
 
 Every model of a comparison is finished alike: a model that ends its sentences early is not a worse
-translator for it, as long as all are tuned the same way.
+translator for it, as long as all are tuned the same way. What is done is kept in `finishing.json`,
+because the clock may cut a cell here, and long documents take minutes.
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from reluformer.checkpoint import MODEL
 from reluformer.data.text import DOCUMENT, lines
 from reluformer.evaluation.aligned_files import read_aligned
 from reluformer.evaluation.cached_metric import CachedMetric, Metric
 from reluformer.evaluation.results import Level
-from reluformer.files import write_text
+from reluformer.files import sha256, write_json, write_text
+from reluformer.model.pretrained import WEIGHTS
+from reluformer.reading import read_json_object
 from reluformer.study.budgets import Decoding
 from reluformer.study.counts import Counts, save_counts
+from reluformer.study.ranked_search import RankedSearch
+from reluformer.translation.engine import TorchEngine
 from reluformer.translation.translator import Translator
 
 # Decoding waits for the host: a large GPU takes few large batches.
@@ -43,22 +51,52 @@ def finish_cell(
         `tuned` (penalty and dev BLEU by penalty), `scores` by test set, `hypotheses` (file names).
     """
     translator = Translator.load(run, beam=decoding.beam, batch_tokens=large_batch())
-    start = time.perf_counter()
-    sources, references = part_of(corpus / "dev", decoding.dev_lines, contiguous=documents)
-    tuned = tune_penalty(translator, sources, references, decoding, documents=documents)
-    tuned["seconds"] = round(time.perf_counter() - start, 1)
-    scores, hypotheses = {}, {}
+    done = _Progress.load(run, decoding)
+    if not done.tuned:
+        start = time.perf_counter()
+        sources, references = part_of(corpus / "dev", decoding.dev_lines, contiguous=documents)
+        tuned = tune_penalty(translator, sources, references, decoding, documents=documents)
+        tuned["seconds"] = round(time.perf_counter() - start, 1)
+        done.keep(tuned=tuned)
+    penalty = done.tuned["length_penalty"]
+    translator.config = dataclasses.replace(translator.config, length_penalty=penalty)
+    hypotheses = {test: f"{test}.hypothesis" for test in tests}
     for test in tests:
+        if test in done.scores:
+            continue
         files = test_files(corpus, test, decoding, run)
-        output = run / f"{test}.hypothesis"
+        output = run / hypotheses[test]
         start = time.perf_counter()
         translated = translate_text(translator, list(lines(files[0])), documents=documents)
         write_text(output, "".join(f"{line}\n" for line in translated))
-        scores[test], counts = score(files[1], output, documents=documents)
+        scores, counts = score(files[1], output, documents=documents)
         save_counts(run, test, counts)
-        scores[test]["seconds"] = round(time.perf_counter() - start, 1)
-        hypotheses[test] = output.name
-    return {"tuned": tuned, "scores": scores, "hypotheses": hypotheses}
+        scores["seconds"] = round(time.perf_counter() - start, 1)
+        done.keep(scores={**done.scores, test: scores})
+    return {"tuned": done.tuned, "scores": done.scores, "hypotheses": hypotheses}
+
+
+class _Progress:
+    """What is done for one model and one way of decoding, also by an earlier start."""
+
+    def __init__(self, path: Path, key: str, values: dict[str, Any]) -> None:
+        self._path, self._key = path, key
+        self.tuned: dict[str, Any] = values.get("tuned", {})
+        self.scores: dict[str, Any] = values.get("scores", {})
+
+    @classmethod
+    def load(cls, run: Path, decoding: Decoding) -> "_Progress":
+        """Progress of a run; none if it is of another model or another way of decoding."""
+        path = run / "finishing.json"
+        key = f"{sha256(run / MODEL / WEIGHTS)} {json.dumps(asdict(decoding))}"
+        values = read_json_object(path) if path.is_file() else {}
+        return cls(path, key, values if values.get("key") == key else {})
+
+    def keep(self, **values: dict[str, Any]) -> None:
+        """Set `tuned` or `scores` and write the file."""
+        self.tuned = values.get("tuned", self.tuned)
+        self.scores = values.get("scores", self.scores)
+        write_json(self._path, {"key": self._key, "tuned": self.tuned, "scores": self.scores})
 
 
 def tune_penalty(
@@ -69,15 +107,18 @@ def tune_penalty(
     *,
     documents: bool,
 ) -> dict[str, Any]:
-    """Set the length penalty with the highest BLEU on a part of dev."""
+    """The length penalty with the highest BLEU on a part of dev."""
     dev_bleu: dict[float, float] = {}
+    engine, config = translator.engine, translator.config
+    if isinstance(engine, TorchEngine) and config.beam > 1:
+        translator.engine = RankedSearch(engine)
     for penalty in decoding.penalties:
-        translator.config = dataclasses.replace(translator.config, length_penalty=penalty)
+        translator.config = dataclasses.replace(config, length_penalty=penalty)
         dev_bleu[penalty] = bleu(
             translate_text(translator, sources, documents=documents), references
         )
+    translator.engine, translator.config = engine, config
     best = max(dev_bleu, key=lambda penalty: dev_bleu[penalty])
-    translator.config = dataclasses.replace(translator.config, length_penalty=best)
     return {
         "length_penalty": best,
         "dev_bleu": {str(penalty): round(value, 2) for penalty, value in dev_bleu.items()},

@@ -21,6 +21,7 @@ from reluformer.study.cells import load_outcome
 from reluformer.study.counts import save_counts
 from reluformer.study.finishing import large_batch, score, test_files, translate_text
 from reluformer.train.data import load_data
+from reluformer.train.initialise import autocast
 from reluformer.train.objective import inputs
 from reluformer.translation.translator import Translator
 
@@ -93,8 +94,9 @@ def _shuffled(translator: Translator, texts: list[str]) -> list[str]:
 
 def reading_distances(run: LoadedRun) -> dict[str, float]:
     """Mean distance, in tokens, between query and key, and share of weight on other sentences."""
-    batch = dev_batch(run, _DISTANCE_EXAMPLES)
-    maps = attention_maps(run.model, batch)
+    device = _device()
+    batch = {name: t.to(device) for name, t in dev_batch(run, _DISTANCE_EXAMPLES).items()}
+    maps = attention_maps(run.model.to(device), batch)
     marks = {side: (batch[side] == SEP).cumsum(dim=1) for side in ("source", "target")}
     values: dict[str, float] = {}
     for site in ("encoder", "decoder", "cross"):
@@ -123,12 +125,14 @@ def nll_at_length(run: LoadedRun, length: int) -> float:
     recipe = replace(run.recipe, data=data, train=replace(run.recipe.train, batch_tokens=tokens))
     split = load_data(recipe).dev
     assert split is not None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = run.model.to(device)
+    device = _device()
+    model, precision = run.model.to(device), autocast(recipe.train, device)
     total, count = 0.0, 0
     for batch, _ in zip(split.batches(recipe).epoch(0), range(_NLL_BATCHES), strict=False):
         here = batch.to(device)
-        logits = model(**inputs(here)).logits
+        # As in training, whose dev loss this one stands beside.
+        with precision():
+            logits = model(**inputs(here)).logits
         total += float(translation_loss(logits, here.target_out, pad_id=model.config.pad_id)[1])
         count += batch.target_tokens
     return total / count
@@ -147,9 +151,15 @@ def _translator(probe: Probe, max_length: int | None = None) -> Translator:
     )
 
 
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _real(batch: dict[str, Tensor], side: str) -> Tensor:
-    width = batch[side].shape[1]
-    return torch.arange(width) < batch[f"{side}_lengths"].unsqueeze(-1)
+    tokens = batch[side]
+    return torch.arange(tokens.shape[1], device=tokens.device) < batch[f"{side}_lengths"].unsqueeze(
+        -1
+    )
 
 
 def _write(path: Path, texts: Sequence[str]) -> None:

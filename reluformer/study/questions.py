@@ -9,7 +9,8 @@ QUESTIONS = {
     "temperature": "Does a flatter softmax memory close the gap to ReLU?",
     "centralisation": "Top-p % share and anisotropy of trained memories and attentions",
     "attention": (
-        "Plain ReLU, scale, losses, the default, ReLA, sparsemax, entmax, sigmoid against softmax"
+        "Plain ReLU, scale, losses, the default, ReLU^2, ReLA, sparsemax, entmax, sigmoid "
+        "against softmax"
     ),
     "lengths": "Documents of 256 to 2048 tokens: is ReLU attention ahead from 512 on?",
     "extrapolation": "Models trained on documents of 512 tokens, tested on 512 to 4096",

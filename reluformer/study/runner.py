@@ -32,6 +32,7 @@ from reluformer.study.corpora import (
     check_sources,
     find_corpora,
     generate_corpora,
+    vocabulary_size,
 )
 from reluformer.study.definition import Plan, Results, Study
 from reluformer.study.estimate import estimate
@@ -40,7 +41,7 @@ from reluformer.study.findings import Comparison
 from reluformer.study.maps import study_maps
 from reluformer.study.queue import JobQueue, start_mps
 from reluformer.study.record import MAPS_SUFFIX, SUFFIX, StudyRecord, machine_of
-from reluformer.study.selection import select, set_aside
+from reluformer.study.selection import lost_models, select, set_aside
 from reluformer.study.significance import compare_cells
 from reluformer.study.stored import check_data, check_outcomes, load_outcomes
 
@@ -182,16 +183,20 @@ def _announce(
 
     Settings that cannot work are refused here.
     """
-    left = [cell for cell in cells if cell.name not in outcomes]
+    lost = lost_models(cells, outcomes, run.options.root)
+    left = [cell for cell in cells if cell.name not in outcomes or cell.name in lost]
     with_recipes = [(c, recipe_of(run.job(c)) if c.work == "train" else None) for c in left]
     done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
-    needs = estimate(with_recipes, done, run.options.jobs)
+    vocabulary = partial(vocabulary_size, is_generated=run.options.is_generated)
+    needs = estimate(with_recipes, done, run.options.jobs, vocabulary)
     say = run.options.report
     for study in run.studies:
         say(f"study {study.name}, budget {run.options.budget.name}: {study.question}")
-    say(f"{len(done)} of {len(cells)} cells have ended; {needs}")
+    say(f"{len(cells) - len(left)} of {len(cells)} cells have ended; {needs}")
+    if lost:
+        say(f"to train again, because later cells need their weights: {', '.join(lost)}")
     if not torch.cuda.is_available() and needs.minutes > _PATIENCE:
-        say("warning: there is no GPU here; --budget tiny is for CPUs")
+        say("warning: there is no GPU here; short and full are for GPUs, --budget tiny is for CPUs")
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         if needs.gigabytes > memory:

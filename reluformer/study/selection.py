@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reluformer.checkpoint import finished_model
 from reluformer.errors import UserError
-from reluformer.study.cells import Cell, Outcome
+from reluformer.study.cells import Cell, Outcome, Outcomes
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
@@ -37,13 +37,34 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
     return list(chosen.values())
 
 
+def lost_models(cells: Sequence[Cell], outcomes: Outcomes, root: Path) -> list[str]:
+    """Names of finished models that cells start from and whose weights are gone.
+
+    Args:
+        cells: The planned cells.
+        outcomes: Results by cell name.
+        root: Folder of the cells.
+    """
+    by_name = {cell.name: cell for cell in cells}
+    left = [cell for cell in cells if cell.name not in outcomes]
+    lost: dict[str, None] = {}
+    while left:
+        parent = left.pop().parent
+        if parent is None or parent in lost or parent not in outcomes:
+            continue
+        if outcomes[parent].finished and finished_model(root / parent) is None:
+            lost[parent] = None
+            left.append(by_name[parent])
+    return list(lost)
+
+
 def set_aside(
     cells: Sequence[Cell],
     outcomes: dict[str, Outcome],
     root: Path,
     report: Callable[[str], None],
 ) -> None:
-    """Plan models again that cells start from and whose weights are gone.
+    """Plan lost models again.
 
     Results are often kept without weights. The earlier result moves to the folder `earlier`.
 
@@ -53,18 +74,10 @@ def set_aside(
         root: Folder of the cells.
         report: Shows a line for each such model.
     """
-    by_name = {cell.name: cell for cell in cells}
-    left = [cell for cell in cells if cell.name not in outcomes]
-    while left:
-        parent = left.pop().parent
-        if parent is None or parent not in outcomes or not outcomes[parent].finished:
-            continue
-        folder = root / parent
-        if finished_model(folder) is None:
-            place = root / "earlier" / parent
-            shutil.rmtree(place, ignore_errors=True)
-            place.parent.mkdir(exist_ok=True)
-            folder.rename(place)
-            del outcomes[parent]
-            report(f"{parent}: trained again, its weights are not in {folder}")
-            left.append(by_name[parent])
+    for name in lost_models(cells, outcomes, root):
+        place = root / "earlier" / name
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        (root / name).rename(place)
+        del outcomes[name]
+        report(f"{name}: trained again, its weights are not in {root / name}")

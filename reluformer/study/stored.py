@@ -94,4 +94,10 @@ def _compared(
         yield name, there.get(name), cell.settings.get(name)
     # Results of earlier versions do not say.
     if cell.work == "train" and "assignments" in detail:
-        yield "--set", detail["assignments"], list(assignments)
+        yield "--set", *_differing(detail["assignments"], list(assignments))
+
+
+def _differing(there: list[str], here: list[str]) -> tuple[list[str], list[str]]:
+    """Items that only one of two lists has; the lists themselves if they differ in order."""
+    only = [a for a in there if a not in here], [a for a in here if a not in there]
+    return only if any(only) else (there, here)

@@ -34,6 +34,7 @@ def _losses(normalisation: float, entropy: float) -> dict[str, Any]:
 ATTENTION_SETTINGS: dict[str, dict[str, Any]] = {
     "softmax": {"model.attention.kind": "softmax"},
     "default": {},
+    "squared": {"model.attention.power": 2},
     "plain": {
         **_PAPER,
         "model.attention.length_exponent": 0.0,
@@ -57,7 +58,8 @@ ATTENTION_SETTINGS: dict[str, dict[str, Any]] = {
 
 ATTENTION_NOTES = {
     "softmax": "softmax, the twin of all others",
-    "default": "the ReLU attention of the recipes",
+    "default": "the ReLU attention of the recipes: ReLU(s + t)^4, row-normalised",
+    "squared": "the default with power 2, whose kernels are faster",
     "plain": "ReLU(s), no scale, no losses",
     "scale": "ReLU(s) / (gamma sqrt(n/2)), no losses",
     "scale+norm": "with the normalisation loss",

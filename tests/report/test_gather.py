@@ -50,11 +50,13 @@ def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path
     contents = gather([tmp_path])
     assert contents.studies[0].findings.tables == made.tables
     for text in (html_report(contents), markdown_report(contents)):
-        assert "1 of 2 cells have not run; verdicts and tables are of the others." in text
+        assert "1 of 2 cells has not run; verdicts and tables are of the others." in text
+        assert "mine.b" in text and "not run" in text.replace("&nbsp;", " ").split("mine.b")[1]
+        assert "Studies without results" not in text
         assert "20.00" in text and "they decide nothing about the claims" in text
     assert "\n| --- | ---: |\n| a long name of a run | 20.00 |\n" in text
     record(tmp_path, planned=["mine.a"])
-    assert "have not run" not in html_report(gather([tmp_path]))
+    assert "not run" not in html_report(gather([tmp_path]))
     record(tmp_path, failed={"mine.b": "exit status 1"})
     assert "failed in the last call: mine.b: exit status 1" in markdown_report(gather([tmp_path]))
 
@@ -83,3 +85,10 @@ def test_nothing_to_report_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "x.study.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="is no record of a study"):
         gather([tmp_path])
+
+
+def test_studies_that_have_not_begun_are_named(tmp_path: Path) -> None:
+    record(tmp_path, study="theory", planned=[], outcomes=[])
+    missing = "Studies without results here: ffn, slots"
+    for text in (html_report(gather([tmp_path])), markdown_report(gather([tmp_path]))):
+        assert missing in text

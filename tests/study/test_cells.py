@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from reluformer.config.recipe import load_recipe
 from reluformer.study.budgets import BUDGETS, Budget
 from reluformer.study.cells import Cell, Outcome, group, load_outcome, summarise
 from reluformer.study.definition import Plan
-from reluformer.study.estimate import flops_per_token, memory_of
+from reluformer.study.estimate import training_seconds
 from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import combine, decide
 from reluformer.study.registry import STUDIES
 from reluformer.study.variants import best_rate, sentence_cell, tuned_cells
+from reluformer.train.requirements import estimate
 
 
 def outcome(name: str, seed: int = 1, status: str = "finished", **values: float) -> Outcome:
@@ -111,7 +113,39 @@ def test_every_training_has_a_recipe(budget: Budget, tmp_path: Path) -> None:
             if cell.work == "train":
                 recipe = recipe_of(Job(cell, tmp_path, budget, tmp_path, (), ()))
                 assert recipe.train.seed == cell.labels["seed"]
-                assert memory_of(recipe) > 0 and flops_per_token(recipe) > 0
+                assert training_seconds(recipe, 10_000, "cpu") > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "vocabulary", "settings", "measured"),
+    [
+        ("sentence", 10_000, {"batch_tokens": 4096}, 240),
+        ("tiny", 1000, {"width": 32, "slots": 64}, 12_500),
+        ("tiny", 1000, {"width": 128, "slots": 256}, 4900),
+    ],
+)
+def test_the_time_on_a_cpu_is_near_what_was_measured(
+    recipe: str, vocabulary: int, settings: dict[str, int], measured: float
+) -> None:
+    """Target tokens per second of one core of an AMD EPYC."""
+    parts = {"batch_tokens": "train", "width": "model", "slots": "model"}
+    assigned = [f"{parts[name]}.{name}={value}" for name, value in settings.items()]
+    loaded = load_recipe(recipe, assigned)
+    tokens = 0.85 * loaded.train.steps * loaded.train.batch_tokens
+    speed = tokens / training_seconds(loaded, vocabulary, "cpu")
+    assert measured / 1.5 < speed < 1.5 * measured
+
+
+def test_short_trainings_fit_a_gpu_of_8_gb(tmp_path: Path) -> None:
+    budget = BUDGETS["short"]
+    for study in STUDIES.values():
+        for cell in study.plan(Plan(budget)):
+            if cell.work == "train":
+                recipe = recipe_of(Job(cell, tmp_path, budget, tmp_path, (), ()))
+                vocabulary = 30_000 if cell.corpus == "europarl-doc" else 10_000
+                assert estimate(recipe, vocabulary).memory_bytes < 6e9
+                # A captured graph has its own memory, beside that of the steps before it.
+                assert recipe.train.graphs is False
 
 
 def test_documents_are_finished_with_fewer_penalties_in_the_full_budget() -> None:

@@ -11,6 +11,7 @@ from reluformer.errors import Diverged
 from reluformer.study import execute
 from reluformer.study.budgets import BUDGETS
 from reluformer.study.cells import Outcome, load_outcome
+from reluformer.study.corpora import generate_corpora
 from reluformer.study.definition import Plan
 from reluformer.study.queue import JobQueue
 from reluformer.study.registry import STUDIES
@@ -40,6 +41,22 @@ def test_a_cell_measures_its_own_seconds(
     # Six tasks, or the first of them.
     assert outcome.seconds >= (0.1 if diverges else 0.36)
     assert load_outcome(job.folder) == outcome
+
+
+def test_files_that_a_killed_start_left_half_written_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "train_task", lambda *_, **__: 1.0)
+    job = family_job(tmp_path)
+    job.folder.mkdir()
+    (job.folder / "cell.json.123.0.partial").touch()
+    execute.execute(job)
+    assert [file.name for file in job.folder.iterdir()] == ["cell.json"]
+    texts = tmp_path / "europarl-sent.text"
+    texts.mkdir()
+    (texts / "train.en.123.0.partial").touch()
+    generate_corpora({"europarl-sent": tmp_path / "europarl-sent"})
+    assert not list(texts.glob("*.partial"))
 
 
 def test_an_interrupted_runner_keeps_the_time_of_ended_cells(

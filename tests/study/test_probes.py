@@ -1,9 +1,11 @@
 """Probes of document models: longer inputs, shuffled context, reading distances."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reluformer.checkpoint import LoadedRun, load_run
 from reluformer.config.recipe import load_recipe
@@ -60,6 +62,15 @@ def test_loss_at_other_lengths_covers_all_of_dev(run: LoadedRun) -> None:
     lengths = {length: probes.nll_at_length(run, length) for length in (64, 300)}
     assert all(3 < value < 12 for value in lengths.values())
     assert lengths[64] != lengths[300]
+
+
+def test_loss_at_other_lengths_has_the_precision_of_training(run: LoadedRun) -> None:
+    train = replace(run.recipe.train, precision="bfloat16")
+    dtypes = set()
+    hook = run.model.register_forward_hook(lambda _, __, out: dtypes.add(out.logits.dtype))
+    probes.nll_at_length(run._replace(recipe=replace(run.recipe, train=train)), 64)
+    hook.remove()
+    assert dtypes == {torch.bfloat16}
 
 
 def test_a_part_of_dev_is_spread_over_it_or_its_beginning(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from reluformer.cli import studies as command
 from reluformer.config.recipe import load_recipe
+from reluformer.data.prepare import Prepared
 from reluformer.errors import UserError
 from reluformer.info import info
 from reluformer.locks import lock_file
@@ -22,13 +23,18 @@ from reluformer.report.markdown import markdown_report
 from reluformer.study import coverage
 from reluformer.study.budgets import BUDGETS, lookup_budget
 from reluformer.study.cells import Cell, Outcome, load_outcome
-from reluformer.study.corpora import check_corpora, find_corpora, generate_corpora
+from reluformer.study.corpora import (
+    check_corpora,
+    find_corpora,
+    generate_corpora,
+    vocabulary_size,
+)
 from reluformer.study.definition import Plan, Results
 from reluformer.study.estimate import estimate
 from reluformer.study.record import StudyRecord
 from reluformer.study.registry import STUDIES, lookup_studies, lookup_study, study_from_file
 from reluformer.study.runner import RunOptions, run_studies
-from reluformer.study.selection import select, set_aside
+from reluformer.study.selection import lost_models, select, set_aside
 from reluformer.study.stored import load_outcomes
 from reluformer.study.variants import sentence_cell
 
@@ -162,6 +168,7 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
         if name in kept:
             (options.root / name / "model" / "config.json").touch()
     left = dict(outcomes)
+    assert sorted(lost_models(CHAIN, outcomes, options.root)) == again
     set_aside(CHAIN, left, options.root, lines.append)
     assert sorted(outcomes.keys() - left.keys()) == again
     assert sorted(line.split(":")[0] for line in lines) == again
@@ -169,6 +176,22 @@ def test_models_without_weights_are_trained_again_if_a_cell_starts_from_them(
         assert load_outcome(options.root / "earlier" / name) == outcomes[name]
         assert not (options.root / name).exists()
     assert {o.name for o in load_outcomes(options.root)} == left.keys()
+
+
+def test_models_to_train_again_are_announced(tmp_path: Path) -> None:
+    study = replace(STUDIES["lengths"], plan=lambda plan: STUDIES["lengths"].plan(plan)[:4:3])
+    (start, child) = study.plan(Plan(TINY))
+    assert child.parent == start.name
+    detail = {"budget": "tiny", "recipe": start.recipe, "settings": start.settings}
+    detail |= {"corpus": start.corpus}
+    folder = tmp_path / "tiny" / start.name
+    Outcome(start.name, start.labels, "finished", {}, detail).save(folder)
+    lines: list[str] = []
+    run_studies([study], RunOptions(tmp_path, TINY, minutes=0.0, report=lines.append))
+    assert "0 of 2 cells have ended; 2 cells to run" in lines[1]
+    assert lines[2].endswith(f"because later cells need their weights: {start.name}")
+    # Nothing has moved yet.
+    assert load_outcome(folder) is not None
 
 
 def test_studies_share_one_queue(tmp_path: Path) -> None:
@@ -283,10 +306,24 @@ def test_speeds_of_other_machines_do_not_count() -> None:
     def minutes(devices: list[str]) -> float:
         detail = {"machine": {"devices": devices}}
         measured = Outcome("other", cell.labels, "finished", values, detail)
-        return estimate([(cell, recipe)], [measured], jobs=1).minutes
+        return estimate([(cell, recipe)], [measured], 1, lambda _: 600).minutes
 
-    assert minutes(["a faster GPU"]) == estimate([(cell, recipe)], [], jobs=1).minutes < 10
+    guess = estimate([(cell, recipe)], [], 1, lambda _: 600).minutes
+    assert minutes(["a faster GPU"]) == guess < 10
     assert minutes(info()["devices"]) > 500
+
+
+def test_vocabularies_are_known_before_corpora_are_prepared(tmp_path: Path) -> None:
+    def size(source: str, *, is_generated: bool = False) -> int:
+        loaded = load_recipe("sentence", [f"data.source={source}"])
+        return vocabulary_size(loaded, is_generated=is_generated)
+
+    missing = str(tmp_path / "europarl-doc")
+    assert size(missing) == 30_000 and size(missing, is_generated=True) == 600
+    generate_corpora({"europarl-sent": tmp_path / "europarl-sent"})
+    prepared = Prepared.open(tmp_path / "europarl-sent")
+    assert size(str(prepared.folder)) == prepared.tokenizer().vocab_size
+    assert vocabulary_size(load_recipe("tiny"), is_generated=True) == 1000
 
 
 def test_coverage_counts_seeds() -> None:

@@ -54,6 +54,11 @@ def test_a_cell_whose_start_had_diverged_is_refused_once_the_start_has_not() -> 
         ({"settings": {"model.slots": 64, "train.lr": 1}}, "train.lr is 1 there and None here"),
         ({"budget": "full"}, "budget is full there and tiny here"),
         ({"assignments": []}, r"--set is \[\] there and \['train.steps=3'\] here"),
+        (
+            {"assignments": ["train.lr=1", "train.steps=3"]},
+            r"--set is \['train.lr=1'\] there and \[\] here",
+        ),
+        ({"assignments": ["train.steps=3"] * 2}, "--set is .*3'.*3'. there and .*3'. here"),
         ({"corpus": "europarl-doc"}, "corpus is europarl-doc there and None here"),
     ],
 )

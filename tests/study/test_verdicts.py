@@ -104,14 +104,59 @@ def test_the_ladder_of_attentions() -> None:
     assert decided("attention", *outcomes) == [
         ("does not hold here", "dev nll 2.10 against 1.70"),
         ("holds", "+0.50 BLEU (softmax - scale only)"),
-        ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU"),
+        ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU (1 seed)"),
         ("not measured", "–"),
-        ("holds partly", "-0.20 BLEU"),
+        ("not measured", "–"),
+        ("not measured", "–"),
     ]
     diverged = [sent({"attention": name}) for name in ("plain", "scale", "default")]
     states = [state for state, _ in decided("attention", softmax, *diverged)]
     unknown = "not measured"
-    assert states == ["holds", "holds", unknown, unknown, "does not hold here"]
+    assert states == ["holds", "holds", unknown, unknown, "does not hold here", unknown]
+
+
+@pytest.mark.parametrize(
+    ("interval", "state"),
+    [
+        ((-0.2, 0.3), "holds"),
+        # As printed, with two decimals.
+        ((-0.204, 0.3), "holds"),
+        ((-0.206, 0.3), "holds partly"),
+        ((-0.6, -0.2), "holds partly"),
+        ((-0.6, -0.21), "does not hold here"),
+    ],
+)
+def test_an_attention_reaches_softmax_by_its_interval(
+    interval: tuple[float, float], state: str
+) -> None:
+    comparisons = [
+        Comparison("test", "sentence", {"attention": name}, {}, 3, difference, limits, 0.7, "")
+        for name, difference, limits in (
+            ("paper", -1.0, (-1.2, -0.8)),
+            ("default", -0.0, interval),
+            ("squared", 0.1, (0.05, 0.15)),
+        )
+    ]
+    outcomes = [sent({"attention": c.system["attention"]}, bleu=25.0) for c in comparisons]
+    findings = STUDIES["attention"].conclude(Results([sent({}, bleu=25.0), *outcomes], comparisons))
+    states = [verdict.state for verdict in findings.verdicts[-3:]]
+    assert states == ["does not hold here", state, "holds"]
+
+
+def test_centralisation_is_compared_over_the_seeds_of_both() -> None:
+    shares = {"softmax": (0.5, 0.6, 0.9), "paper": (0.55, 0.45), "default": (0.5, 0.58, 0.91)}
+    outcomes = [
+        sent({"attention": kind, "seed": seed}, top_cross=share)
+        for kind, measured in shares.items()
+        for seed, share in enumerate(measured, 1)
+    ]
+    unit = "points of the top 0.2 % share (softmax - ReLU, by seed"
+    assert decided("centralisation", *outcomes)[2:] == [
+        ("holds", f"+5.00 {unit} -5.0, +15.0)"),
+        ("holds partly", f"+0.33 {unit} +0.0, +2.0, -1.0)"),
+    ]
+    diverged = sent({"attention": "paper"})
+    assert decided("centralisation", outcomes[0], diverged)[2] == ("not measured", "–")
 
 
 def test_documents() -> None:
@@ -142,10 +187,13 @@ def test_longer_inputs_than_trained_on() -> None:
 @pytest.mark.parametrize(
     ("losses", "decision"),
     [
-        ({"default": 2.0, "a": 1.995, "b": 2.2}, ("holds", "best change: a, -0.005 nats")),
+        (
+            {"default": 2.0, "a": 1.995, "b": 2.2},
+            ("holds", "best of 2 of 13 changes: a, -0.005 nats"),
+        ),
         (
             {"default": 2.0, "a": 1.9, "b": 2.2},
-            ("does not hold here", "best change: a, -0.100 nats"),
+            ("does not hold here", "best of 2 of 13 changes: a, -0.100 nats"),
         ),
         ({"default": 2.0, "a": None}, ("holds", "every change diverged")),
         ({"default": None, "a": 1.9}, ("does not hold here", "the default diverged")),
@@ -197,5 +245,5 @@ def test_intervals_name_their_seeds() -> None:
         0.05, (-0.2, 0.3), 0.7, "",
     )  # fmt: skip
     outcomes = [sent({}, bleu=25.0), sent({"attention": "default"}, bleu=25.05)]
-    *_, last = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
-    assert last.number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"
+    verdicts = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
+    assert verdicts[-2].number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"

@@ -1,5 +1,8 @@
 """How much of the weight the top slots carry, and how alike the values are."""
 
+import math
+from statistics import mean
+
 from reluformer.study.catalogue.tables import decimals as places
 from reluformer.study.catalogue.tables import group_table, mean_of, percent
 from reluformer.study.cells import Cell, Outcome
@@ -43,12 +46,38 @@ def _curves(outcomes: list[Outcome], part: str) -> list[Series]:
     ]
 
 
+def _gaps(outcomes: list[Outcome], attention: str) -> list[float]:
+    """Points by which softmax is more centralised than an attention, for each seed of both.
+
+    Every seed is measured on its own sentences, so other pairs cannot be compared.
+    """
+    shares = {
+        kind: {
+            o.labels["seed"]: 100 * o.value("top_cross")
+            for o in outcomes
+            if o.labels["attention"] == kind and o.finished
+        }
+        for kind in ("softmax", attention)
+    }
+    softmax, other = shares.values()
+    return [softmax[seed] - other[seed] for seed in sorted(softmax.keys() & other.keys())]
+
+
+def _less_centralised(name: str, gaps: list[float]) -> Verdict:
+    by_seed = ", ".join(f"{gap:+.1f}" for gap in gaps)
+    return decide(
+        f"{name} is less centralised than softmax attention (cross-attention)",
+        mean(gaps) if gaps else math.nan,
+        holds=1.0,
+        partly=-1.0,
+        unit=f"points of the top 0.2 % share (softmax - ReLU, by seed {by_seed})",
+        rule="holds from 1 point on, partly within 1 point; means over the seeds of both",
+    )
+
+
 def _verdicts(memories: list[Outcome], attentions: list[Outcome]) -> list[Verdict]:
     def memory(name: str, kind: str) -> float:
         return mean_of(memories, name, memory=kind)
-
-    def cross(kind: str) -> float:
-        return mean_of(attentions, "top_cross", attention=kind)
 
     return [
         decide(
@@ -64,12 +93,7 @@ def _verdicts(memories: list[Outcome], attentions: list[Outcome]) -> list[Verdic
             rule="holds from +0.02 on, partly above 0",
         ),
         *(
-            decide(
-                f"{name} is less centralised than softmax attention (cross-attention)",
-                100 * (cross("softmax") - cross(attention)),
-                holds=1.0, partly=-1.0, unit="points of the top 0.2 % share (softmax - ReLU)",
-                rule="holds from 1 point on, partly within 1 point",
-            )
+            _less_centralised(name, _gaps(attentions, attention))
             for name, attention in (
                 ("The paper's ReLU attention", "paper"),
                 ("Our default ReLU attention", "default"),
@@ -107,9 +131,11 @@ def _conclude(results: Results) -> Findings:
         ),
     ]
     plots = [
-        Plot(f"Share of the weight on the top slots: {part}", "top p % of the slots", "share",
+        Plot(f"Share of the weight on the top {items}: {part}", f"top p % of the {items}", "share",
              _curves(chosen, part), log_x=True)
-        for part, chosen in (("memories", memories), ("attentions", attentions))
+        for part, items, chosen in (
+            ("memories", "slots", memories), ("attentions", "keys", attentions)
+        )
     ]  # fmt: skip
     return Findings(_verdicts(memories, attentions), tables, plots)
 
@@ -123,5 +149,6 @@ STUDY = Study(
     None,
     tuple(Requirement({"memory": memory}) for memory in MEMORIES)
     + tuple(Requirement({"attention": attention}, seeds=3) for attention in _ATTENTIONS),
-    notes="Measured on dev; at least one slot counts as the top, which weighs on short rows.",
+    notes="Measured on dev, with other sentences for every seed: only equal seeds can be compared. "
+    "At least one slot counts as the top, which weighs on short rows.",
 )

@@ -59,7 +59,7 @@ def _conclude(results: Results) -> Findings:
 STUDY = Study(
     "extrapolation",
     QUESTIONS["extrapolation"],
-    "Not in the paper.",
+    "does not test this.",
     _plan,
     _conclude,
     Contrast(("tested", "attention"), {"attention": "softmax"}),

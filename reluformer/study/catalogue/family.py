@@ -65,7 +65,7 @@ def _conclude(results: Results) -> Findings:
 STUDY = Study(
     "family",
     QUESTIONS["family"],
-    "Not in the paper; the tasks are those that the attentions' own papers use.",
+    "does not test this; the tasks are those that the attentions' own papers use.",
     _plan,
     _conclude,
     None,

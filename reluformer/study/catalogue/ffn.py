@@ -10,6 +10,7 @@ from reluformer.study.catalogue.tables import (
     interval,
     mean_of,
     significant,
+    thousands,
 )
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
@@ -94,7 +95,7 @@ def _conclude(results: Results) -> Findings:
         "chrF2": ("chrf", decimals(2)),
         "dev nll": ("dev_nll", decimals(3)),
         "variance ratio": ("memory_ratio", significant),
-        "tokens/s": ("tokens_per_second", decimals(0)),
+        "tokens/s": ("tokens_per_second", thousands),
     }
     table = group_table("Feed-forward memories", results, by, columns, ("test", "sentence"))
     ratios = _memory_ratios(outcomes)
@@ -114,6 +115,6 @@ STUDY = Study(
     Contrast(("memory", "values"), {"memory": "relu", "values": "alike"}),
     tuple(Requirement({"memory": memory, "values": "alike"}, 3) for memory in MEMORIES)
     + (Requirement({"memory": "softmax", "values": "unit"}),),
-    notes="Values of all kinds start with deviation slots^-1/2; in the control called unit, "
-    "the softmax kinds start with deviation 1. europarl-sent (En-De) stands in for IWSLT14.",
+    notes="Values of all kinds start with deviation slots^-1/2 (alike); in the control called "
+    "unit, the softmax kinds start with deviation 1. europarl-sent (En-De) stands in for IWSLT14.",
 )

@@ -63,7 +63,8 @@ def _conclude(results: Results) -> Findings:
     number, holds = "–", None
     if best is not None and not math.isnan(base):
         holds = losses[best] >= base - 0.01
-        number = f"best change: {best}, {losses[best] - base:+.3f} nats"
+        measured = f"best of {len(losses)} of {len(_CHANGES) - 2} changes"
+        number = f"{measured}: {best}, {losses[best] - base:+.3f} nats"
         if not math.isfinite(losses[best] - base):
             number = "the default diverged" if math.isinf(base) else "every change diverged"
     verdict = combine(

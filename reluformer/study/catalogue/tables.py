@@ -41,6 +41,11 @@ def thousands(summary: Summary) -> str:
     return "–" if not summary.seeds else f"{summary.mean / 1000:,.0f} k"
 
 
+def millions(summary: Summary) -> str:
+    """Mean in millions."""
+    return "–" if not summary.seeds else f"{summary.mean / 1e6:,.1f} M"
+
+
 def group_table(
     title: str,
     results: Results,
@@ -70,11 +75,11 @@ def group_table(
 
 
 def show_comparison(comparison: Comparison | None) -> str:
-    """A paired difference with its interval and p-value."""
+    """A paired difference with its interval."""
     if comparison is None:
         return ""
     low, high = comparison.interval
-    return f"{comparison.difference:+.2f} ({low:+.2f} to {high:+.2f}), p = {comparison.p_value:.3f}"
+    return f"{comparison.difference:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def interval(
@@ -96,8 +101,12 @@ def interval(
     low, high = comparison.interval
     if negate:
         low, high = -high, -low
-    seeds = f"{comparison.seeds} seed{'s' * (comparison.seeds > 1)}"
-    return f" (95 %: {low:+.2f} to {high:+.2f}, {seeds})"
+    return f" (95 %: {low:+.2f} to {high:+.2f}, {seeds(comparison.seeds)})"
+
+
+def seeds(count: int) -> str:
+    """A number of seeds in words."""
+    return f"{count} seed{'s' * (count > 1)}"
 
 
 def lines_over(outcomes: Sequence[Outcome], x: str, by: str, value: str) -> list[Series]:
