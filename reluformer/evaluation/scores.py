@@ -91,6 +91,18 @@ def evaluate(
     )
 
 
+def scores_by_length(
+    metric: CachedMetric, reference: Sequence[str], hypothesis: Sequence[str]
+) -> Iterator[LengthScore]:
+    """Score of the segments in each range of reference lengths that occurs."""
+    lengths = [len(segment.split()) for segment in reference]
+    for low, high in zip((0, *_LENGTHS), (*_LENGTHS, None), strict=True):
+        chosen = [i for i, n in enumerate(lengths) if low < n and (high is None or n <= high)]
+        if chosen:
+            words = f"{low + 1}-{high}" if high else f"over {low}"
+            yield LengthScore(words, len(chosen), metric.score(hypothesis, chosen))
+
+
 def _check_settings(metrics: Sequence[Metric], tokenize: str, samples: int) -> None:
     for metric in metrics:
         if metric not in METRICS:
@@ -158,13 +170,7 @@ class _Texts:
     def by_length(self, system: str) -> Iterator[LengthScore]:
         """BLEU of the segments in each range of reference lengths that occurs."""
         metric = self._metric("BLEU", "mixed")
-        lengths = [len(segment.split()) for segment in self.reference]
-        for low, high in zip((0, *_LENGTHS), (*_LENGTHS, None), strict=True):
-            chosen = [i for i, n in enumerate(lengths) if low < n and (high is None or n <= high)]
-            if chosen:
-                value = metric.score(self.hypotheses[system], chosen)
-                words = f"{low + 1}-{high}" if high else f"over {low}"
-                yield LengthScore(words, len(chosen), value)
+        return scores_by_length(metric, self.reference, self.hypotheses[system])
 
     def compare(self, samples: int) -> Iterator[Comparison]:
         """Comparisons of every system with the first, by every metric but TER."""

@@ -63,6 +63,8 @@ class Budget:
     seeded_lengths: tuple[int, ...] = (256, 1024)
     test_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     context_length: int = 1024
+    large_steps: tuple[int, int] = (10_800, 2000)
+    """Steps on sentences and on documents of the study `large-data`."""
     decoding: Decoding = field(default_factory=Decoding)
     document_penalties: tuple[float, ...] = ()
     """Length penalties tried for document models; empty for those of `decoding`."""
@@ -116,6 +118,7 @@ BUDGETS = {
         seeded_lengths=(64, 128),
         test_lengths=(64, 128),
         context_length=128,
+        large_steps=(40, 40),
         decoding=Decoding(beam=2, penalties=(1.0, 1.4), dev_lines=6, test_lines=16),
         bootstrap=50,
         inspected=8,
@@ -137,6 +140,7 @@ BUDGETS = {
         }),
         lengths=(256, 512, 1024),
         test_lengths=(512, 1024, 2048),
+        large_steps=(8000, 2000),
         decoding=Decoding(penalties=(1.0, 1.4), dev_lines=200, test_lines=1000),
         family=Family(steps=500),
         theory_numbers=2**20,

@@ -21,6 +21,7 @@ from reluformer.data.text import DOCUMENT, lines
 from reluformer.evaluation.aligned_files import read_aligned
 from reluformer.evaluation.cached_metric import CachedMetric, Metric
 from reluformer.evaluation.results import Level
+from reluformer.evaluation.scores import scores_by_length
 from reluformer.files import sha256, write_json, write_text
 from reluformer.model.pretrained import WEIGHTS
 from reluformer.reading import read_json_object
@@ -178,7 +179,7 @@ def score(
 ) -> tuple[dict[str, Any], dict[Level, Counts]]:
     """BLEU and chrF2 with signatures, and the BLEU counts, by sentence and on request by document.
 
-    Scores of whole documents have names that begin with `d-`.
+    Scores of whole documents have names that begin with `d-`; d-BLEU is also by document length.
     """
     levels: tuple[Level, ...] = ("sentence", "document") if documents else ("sentence",)
     metrics: tuple[Metric, ...] = ("BLEU", "chrF2")
@@ -189,10 +190,16 @@ def score(
         expected, segments = ([" ".join(group) for group in texts] for texts in (right, system))
         for name in metrics:
             metric = CachedMetric(name, expected, [segments], "13a")
-            value = {"value": round(metric.score(segments), 2), "signature": metric.signature}
-            scores[f"{'d-' if level == 'document' else ''}{name}"] = value
+            value: dict[str, Any] = {"value": round(metric.score(segments), 2)}
+            value["signature"] = metric.signature
             if name == "BLEU":
                 counts[level] = Counts(np.array(metric.counts(segments)), metric.signature)
+                if level == "document":
+                    groups = scores_by_length(metric, expected, segments)
+                    value["by_length"] = [
+                        {**group._asdict(), "value": round(group.value, 2)} for group in groups
+                    ]
+            scores[f"{'d-' if level == 'document' else ''}{name}"] = value
     return scores, counts
 
 

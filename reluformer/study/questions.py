@@ -15,6 +15,7 @@ QUESTIONS = {
     "lengths": "Documents of 256 to 2048 tokens: is ReLU attention ahead from 512 on?",
     "extrapolation": "Models trained on documents of 512 tokens, tested on 512 to 4096",
     "context": "Document against sentence by sentence, shuffled context, distance of what is read",
+    "large-data": "Ten times the sentences, then documents of 512 tokens: is ReLU level?",
     "sensitivity": "How much do gamma, loss weights, length exponent and margin matter?",
     "family": (
         "Every attention on copy, reverse, recall, sink trigger, regression, single location (CPU)"

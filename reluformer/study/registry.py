@@ -14,6 +14,7 @@ from reluformer.study.catalogue import (
     extrapolation,
     family,
     ffn,
+    large_data,
     lengths,
     sensitivity,
     slots,
@@ -29,7 +30,7 @@ STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY
     for module in (
         theory, ffn, slots, temperature, centralisation, attention, lengths, extrapolation,
-        context, sensitivity, family,
+        context, large_data, sensitivity, family,
     )
 }  # fmt: skip
 

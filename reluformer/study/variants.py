@@ -171,21 +171,52 @@ def document_cell(budget: Budget, attention: str, length: int, seed: int = 1) ->
     )
 
 
+def large_cell(budget: Budget, attention: str, unit: str, seed: int) -> Cell:
+    """A long training on `sentences` of europarl-doc, or one on `documents` that starts from it."""
+    is_start = unit == "sentences"
+    steps = budget.large_steps[0 if is_start else 1]
+    settings = {
+        **budget.document.settings,
+        **ATTENTION_SETTINGS[attention],
+        # Little dropout, as there is much data.
+        "model.dropout": 0.1,
+        "data.unit": "sentence" if is_start else "document",
+        "data.max_length": min(128 if is_start else 512, max(budget.lengths)),
+        "train.lr": 2e-3 if is_start else 1e-3,
+        "train.seed": seed,
+        **_schedule(steps),
+        # It takes several calls.
+        "train.checkpoint_every": max(1, steps // 12),
+    }
+    return Cell(
+        f"large.{attention}.{unit}.s{seed}",
+        {"attention": attention, "unit": unit, "seed": seed},
+        recipe=budget.document.recipe,
+        corpus="europarl-doc",
+        settings=settings,
+        parent=None if is_start else f"large.{attention}.sentences.s{seed}",
+    )
+
+
 def shorten(cell: Cell, share: float) -> Cell:
     """The cell with a share of its steps, a fifth of them warm-up; 1 leaves it as it is."""
     if share == 1:
         return cell
     steps = round(share * int(cell.settings.get("train.steps", _SENTENCE_STEPS)))
+    settings = {**cell.settings, **_schedule(steps)}
+    return replace(cell, name=f"{cell.name}.x{share:g}", settings=settings)
+
+
+def _schedule(steps: int) -> dict[str, Any]:
+    """Settings that depend on the number of steps, a fifth of them warm-up."""
     every = steps // 4
-    settings = {
-        **cell.settings,
+    return {
         "train.steps": steps,
         "train.warmup": steps // 5,
         "train.dev_every": every,
         "train.checkpoint_every": every,
         "train.log_every": max(1, steps // 20),
     }
-    return replace(cell, name=f"{cell.name}.x{share:g}", settings=settings)
 
 
 def best_rate(plan: Plan, attention: str) -> float | None:

@@ -15,6 +15,7 @@ from reluformer.study.catalogue.tables import (
     seeds,
     thousands,
 )
+from reluformer.study.catalogue.verdicts import reaches
 from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import (
@@ -23,7 +24,6 @@ from reluformer.study.findings import (
     Verdict,
     combine,
     decide,
-    find_comparison,
     show_number,
 )
 from reluformer.study.questions import QUESTIONS
@@ -43,8 +43,6 @@ _CANDIDATES = (
     ("Our default ReLU attention reaches softmax", "default"),
     ("Row-normalised ReLU^2, which is faster than the default, reaches softmax", "squared"),
 )
-# BLEU that an attention may be behind and still count as level.
-_MARGIN = 0.2
 
 
 def _plan(plan: Plan) -> list[Cell]:
@@ -77,24 +75,6 @@ def _fails(outcomes: list[Outcome], attention: str, softmax: float) -> bool | No
     if not same or math.isnan(softmax):
         return None
     return all(not o.finished or o.value("dev_nll") > softmax + 0.5 for o in same)
-
-
-def _reaches(claim: str, results: Results, outcomes: Sequence[Outcome], attention: str) -> Verdict:
-    """Whether an attention is at most a small margin behind softmax, by the interval."""
-    rule = (
-        f"holds if the 95 % interval of the difference begins at {-_MARGIN} BLEU or above, "
-        "does not hold if it ends below, partly in between"
-    )
-    gap = bleu_of(outcomes, attention=attention) - bleu_of(outcomes, attention="softmax")
-    if math.isinf(gap):
-        return combine(claim, [gap > 0], "one of the two diverged", rule)
-    comparison = find_comparison(results.comparisons, {"attention": attention}, *_TEST)
-    if comparison is None:
-        return combine(claim, [None], "–", rule)
-    # As printed, so that the number and the verdict agree.
-    ends = [round(end, 2) >= -_MARGIN for end in comparison.interval]
-    between = interval(results, _TEST, attention=attention)
-    return combine(claim, ends, f"{comparison.difference:+.2f} BLEU{between}", rule)
 
 
 def _verdicts(results: Results, outcomes: list[Outcome]) -> list[Verdict]:
@@ -136,7 +116,12 @@ def _verdicts(results: Results, outcomes: list[Outcome]) -> list[Verdict]:
             f"({seeds(len(runs))})",
             "holds from +0.3 nats on with more BLEU, partly if one of the two is so",
         ),
-        *(_reaches(claim, results, outcomes, attention) for claim, attention in _CANDIDATES),
+        *(
+            reaches(
+                claim, Results(outcomes, results.comparisons), {"attention": attention}, _TEST
+            )
+            for claim, attention in _CANDIDATES
+        ),
     ]  # fmt: skip
 
 
