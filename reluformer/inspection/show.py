@@ -21,7 +21,7 @@ def print_inspection(result: "Inspection") -> None:
     )
     print_table(
         "Variance over features, mean over tokens",
-        ["branch", "branch", "residual", "ratio"],
+        ["layer", "branch", "residual", "ratio"],
         [
             [b.name, f"{b.branch:.4g}", f"{b.residual:.4g}", f"{b.ratio:.4g}"]
             for b in result.branches
