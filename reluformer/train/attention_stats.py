@@ -35,7 +35,7 @@ LEGEND = (
     "log lines: nll nats per token, norm of the gradients; attention rows: sum of weights, "
     "H entropy in nats, zeros among weights, dead rows without weight"
 )
-"""What the words of log lines mean."""
+"""Explanation of the words in log lines."""
 
 AttentionStats = dict[str, SiteStatistics]
 """Statistics by site: `encoder`, `decoder`, `cross`."""
