@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
@@ -350,7 +351,8 @@ def _columns_of_output() -> int:
 
 def _column_widths(columns: list[str], rows: list[list[str]], available: int) -> list[int]:
     """Widths of columns that are as narrow as `available` needs, and keep words whole."""
-    texts = [list(cells) for cells in zip(columns, *rows, strict=True)]
+    # Rows may be shorter than the header.
+    texts = list(zip_longest(columns, *rows, fillvalue=""))
     widths = [max(map(len, cells)) for cells in texts]
     longest_words = [max(map(len, " ".join(cells).split()), default=0) for cells in texts]
     # The entries of the first column stay on one line.

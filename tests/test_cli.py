@@ -199,7 +199,9 @@ def test_translate_writes_into_a_fifo_and_through_a_link(model: Path, tmp_path: 
     assert Path("/dev/null").is_char_device()
 
 
-def test_recipes_are_listed() -> None:
+def test_recipes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a terminal each recipe is one line.
+    monkeypatch.delenv("COLUMNS", raising=False)
     listed = dict(line.split(None, 1) for line in run("recipes").stdout.splitlines())
     assert listed == json.loads(run("recipes", "--json").stdout)
     assert listed.keys() == set(recipes.names())

@@ -61,7 +61,7 @@ def test_a_bar_on_a_terminal_is_removed(
 TABLE = (
     "Memories",
     ["memory, values", "dev nll", "difference (95 %)"],
-    [["softmax_ln, alike", "2.695", "+1.04 (-2.45 to +2.90), p = 0.588"], ["relu", "2.680", ""]],
+    [["softmax_ln, alike", "2.695", "+1.04 (-2.45 to +2.90), p = 0.588"], ["relu", "2.680"]],
 )
 
 

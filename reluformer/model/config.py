@@ -125,7 +125,8 @@ class AttentionConfig:
 class ModelConfig:
     """Configuration of a ReLUFormer (encoder-decoder) or a ReLUFormerLM (decoder only).
 
-    >>> ModelConfig(vocabulary=10_000, width=256, attention=AttentionConfig(kind="softmax"))
+    Examples:
+        >>> ModelConfig(vocabulary=10_000, width=256, attention=AttentionConfig(kind="softmax"))
 
     `ModelConfig.paper` is the published model. A value that is not allowed raises a `UserError`.
     """

@@ -19,9 +19,10 @@ from reluformer.model.records import DEFAULT_OPTIONS, ForwardOptions, Output, Re
 class ReLUFormerLM(Model):
     """Decoder-only Transformer of the same blocks as ReLUFormer; `encoder_layers` is not used.
 
-    >>> model = ReLUFormerLM(ModelConfig(vocabulary=1000, width=64, heads=4, slots=128))
-    >>> logits = model(tokens).logits  # tokens [B, T], logits [B, T, 1000]
-    >>> generated = model.generate(tokens, max_new_tokens=20)
+    Examples:
+        >>> model = ReLUFormerLM(ModelConfig(vocabulary=1000, width=64, heads=4, slots=128))
+        >>> logits = model(tokens).logits  # tokens [B, T], logits [B, T, 1000]
+        >>> generated = model.generate(tokens, max_new_tokens=20)
     """
 
     def __init__(self, config: ModelConfig) -> None:

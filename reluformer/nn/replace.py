@@ -51,8 +51,9 @@ def replace_attention(
 ) -> Replacement:
     """Replace every attention of a model, in place; the weights stay.
 
-    >>> model = torch.nn.Transformer(512, 8)
-    >>> print(replace_attention(model, "normalised_relu", power=4))
+    Examples:
+        >>> model = torch.nn.Transformer(512, 8)
+        >>> print(replace_attention(model, "normalised_relu", power=4))
 
     The function replaces `torch.nn.MultiheadAttention` (also in torch's transformer layers, whose
     fast path is switched off), the attentions of transformers, and modules that call

@@ -126,8 +126,9 @@ def attention(
 ) -> Tensor | AttentionResult:
     """Attend with the attention called `name`, a key of `reluformer.ATTENTIONS`.
 
-    >>> out = attention("entmax15", q, k, v, causal=True)
-    >>> out = attention("sink", q, k, v, sink=torch.zeros(8))  # an option of "sink"
+    Examples:
+        >>> out = attention("entmax15", q, k, v, causal=True)
+        >>> out = attention("sink", q, k, v, sink=torch.zeros(8))  # an option of "sink"
 
     A query row that sees no key gives zeros. NaN or infinity in keys and values that a row cannot
     see does not change the row. The exception is a fused kernel (Triton or SDPA) on a GPU: if
@@ -235,9 +236,10 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     The defaults are the attention of the paper, which is the fastest and needs care in training.
     `attention("normalised_relu", q, k, v)` is the recommended one.
 
-    >>> q, k, v = (torch.randn(2, 8, 100, 64) for _ in range(3))
-    >>> out = relu_attention(q, k, v, causal=True)
-    >>> out = relu_attention(q, k, v, power=4, threshold=-4.0, row_normalise=1e-4)
+    Examples:
+        >>> q, k, v = (torch.randn(2, 8, 100, 64) for _ in range(3))
+        >>> out = relu_attention(q, k, v, causal=True)
+        >>> out = relu_attention(q, k, v, power=4, threshold=-4.0, row_normalise=1e-4)
 
     Args:
         q: Queries [B, H, Tq, D]; q, k and v have one dtype.

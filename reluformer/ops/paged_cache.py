@@ -34,14 +34,16 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 class PagedCache:
     """KV cache of several sequences, whose tokens lie in pages of one pool.
 
-    >>> cache = PagedCache(batch=2, kv_heads=8, width=64, pages=16)
-    >>> cache.append(keys, values)  # [2, 8, T, 64] each
-    >>> out = decode_attention(q, cache)  # q of the newest tokens
+    Examples:
+        >>> cache = PagedCache(batch=2, kv_heads=8, width=64, pages=16)
+        >>> cache.append(keys, values)  # [2, 8, T, 64] each
+        >>> out = decode_attention(q, cache)  # q of the newest tokens
 
-    keys       [pages + 1, Hkv, page_size, D]; the last page holds tokens that are not stored
-    values     [pages + 1, Hkv, page_size, Dv]
-    table      [batch, largest number of pages] int32, the pages of each sequence in order
-    lengths    [batch] int32, tokens stored so far
+    Attributes:
+        keys: [pages + 1, Hkv, page_size, D]; the last page holds tokens that are not stored.
+        values: [pages + 1, Hkv, page_size, Dv].
+        table: [batch, largest number of pages] int32, the pages of each sequence in order.
+        lengths: [batch] int32, tokens stored so far.
 
     No method synchronises with the GPU: the host allocates pages by its own token counts.
     """

@@ -35,10 +35,11 @@ _MOST_LOGITS = 2**26
 class Translator:
     """Translates text with a model, its tokenizer and a search.
 
-    >>> translate = Translator.load("runs/tiny")
-    >>> translate("It costs three euros.")
-    >>> translate(["It costs three euros.", "It leaves at noon."])
-    >>> translate.document(sentences)
+    Examples:
+        >>> translate = Translator.load("runs/tiny")
+        >>> translate("It costs three euros.")
+        >>> translate(["It costs three euros.", "It leaves at noon."])
+        >>> translate.document(sentences)
     """
 
     def __init__(
