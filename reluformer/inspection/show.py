@@ -61,7 +61,9 @@ def print_inspection(result: "Inspection") -> None:
             for m in result.memories
         ],
     )
+    print("sum: of a row's weights; zeros: share of the visible keys or slots")
     print("cosine: mean pairwise cosine of the values (anisotropy)")
+    print(f"{top}: share of the weight on the largest {result.percents[at]:g} % of keys or slots")
 
 
 def plot_inspection(result: "Inspection", folder: Path) -> list[Path]:
