@@ -131,7 +131,7 @@ def attention_times(contestants: dict[str, Contestant], plan: Plan) -> dict[str,
         for run, kinds in calls.items()
         for kind, (_, function) in kinds.items()
     }
-    times = Clock(plan.device).rounds(functions, plan.rounds, 0.0)
+    times = Clock(plan.device).all_rounds(functions, plan.rounds)
     return {
         run: sum(
             count * statistics.median(times[f"{run}, {kind}"]) for kind, (count, _) in kinds.items()

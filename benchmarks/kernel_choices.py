@@ -4,10 +4,10 @@
     python -m benchmarks.kernel_choices --passes forward --out choices.json
     python -m benchmarks.kernel_choices --quick --out choices.json
 
-A choice is an override of `triton/tuning.py`: the tile of the forward kernel, whether the
-backward kernels store score gradients, and whether one kernel computes all gradients (of short
-sequences: `--lengths 32 64 128`). Calls go through the public
-function, forward, and forward and backward. The choices and softmax run in interleaved rounds, and
+A choice is an override of `triton/tuning.py`: the tile of the forward kernel, whether and where the
+backward kernels store score gradients, their tiles, and whether one kernel computes all gradients
+(of short sequences: `--lengths 32 64 128`). Calls go through the public function, forward, and
+forward and backward. The choices and softmax run in interleaved rounds, and
 ratios are medians over the rounds. `apart` is the largest difference of a result from that of the
 first choice, relative to its norm. Processes compile all kernels first. `--quick` runs on a CPU,
 where all choices are the same.
@@ -41,7 +41,33 @@ CHOICES: dict[str, dict[str, Any]] = {
     "three, recomputed": {"forward_tile": "three", "gradient_bytes": 0},
     "two, stored": {"forward_tile": "two", "gradient_bytes": 512 << 20},
     "late, stored": {"forward_tile": "late", "gradient_bytes": 512 << 20},
+    "late, 1 GiB": {"forward_tile": "late", "gradient_bytes": 1 << 30},
     "late, 2 GiB": {"forward_tile": "late", "gradient_bytes": 2 << 30},
+    "late, compact": {
+        "forward_tile": "late",
+        "gradient_bytes": 528 << 20,
+        "compact_gradients": True,
+    },
+    "late, compact, 128 rows": {
+        "forward_tile": "late",
+        "gradient_bytes": 528 << 20,
+        "compact_gradients": True,
+        "product_rows": 128,
+    },
+    "late, compact, 1 GiB, 128 rows": {
+        "forward_tile": "late",
+        "gradient_bytes": 1056 << 20,
+        "compact_gradients": True,
+        "product_rows": 128,
+    },
+    "late, stored, 64 rows": {
+        "forward_tile": "late",
+        "gradient_bytes": 512 << 20,
+        "product_rows": 64,
+    },
+    "late, wide dQ": {"forward_tile": "late", "gradient_bytes": 0, "dq_tile": "wide"},
+    "late, dQ of three": {"forward_tile": "late", "gradient_bytes": 0, "dq_tile": "three"},
+    "late, wide dK/dV": {"forward_tile": "late", "gradient_bytes": 0, "dkv_tile": "wide"},
     "one pass": {"one_pass": True},
 }
 RULES: dict[str, dict[str, Any]] = {

@@ -156,7 +156,7 @@ def speed_rows(size: Size, length: int, options: argparse.Namespace) -> list[Row
     steps = interleaved(clocks, options.repetitions)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     calls = {name: each.attention_call() for name, each in ready.items()}
-    alone = Clock(device).rounds(calls, options.repetitions, 0.0)
+    alone = Clock(device).all_rounds(calls, options.repetitions)
     for contestant in ready.values():
         contestant.halve()
         for _ in range(UNTIMED):

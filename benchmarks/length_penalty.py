@@ -7,13 +7,19 @@ The native decoder translates every n-th document of `dev` in DATA, the folder o
 of the model's recipe by paired bootstrap. `--keep` keeps translations between calls.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.model_card import METRICS, SystemSpec, TestSet, scores_of, translate_once
+from benchmarks.model_card import (
+    METRICS,
+    SystemSpec,
+    TestSet,
+    parser_of,
+    scores_of,
+    translate_once,
+)
 from reluformer.checkpoint import read_run
 from reluformer.console import guarded
 from reluformer.evaluation.aligned_files import read_aligned
@@ -26,11 +32,7 @@ from reluformer.shipped import shipped_model
 @guarded
 def main(arguments: Sequence[str] | None = None) -> None:
     """Translate with each penalty, and score."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder of `reluformer prepare`")
-    parser.add_argument("--model", type=Path, help="default: the shipped model")
+    parser = parser_of(__doc__)
     parser.add_argument("--penalties", type=float, nargs="+", default=[0.6, 0.8, 1.2, 1.4, 1.6])
     parser.add_argument("--every", type=int, default=3, help="use every n-th document")
     parser.add_argument("--threads", type=int, default=1)

@@ -213,14 +213,20 @@ def _show(test: dict[str, Any]) -> None:
         print(f"{test['name']:24} {system['name']:16} {values}", flush=True)
 
 
-@guarded
-def main() -> None:
-    """Measure, and write or compare the scores."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Parser of a script that runs the shipped model, or another, on prepared data."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of `reluformer prepare`")
     parser.add_argument("--model", type=Path, help="default: the shipped model")
+    return parser
+
+
+@guarded
+def main() -> None:
+    """Measure, and write or compare the scores."""
+    parser = parser_of(__doc__)
     parser.add_argument("--float32", type=Path, help="run before quantisation")
     parser.add_argument("--softmax", type=Path, help="run of the softmax twin")
     parser.add_argument("--softmax-penalty", type=float, help="length penalty of the twin")

@@ -16,7 +16,6 @@ difference is therefore judged in float64:
 - `float64_search`: the hypothesis that the search in float64 finds: `native`, `torch` or `neither`.
 """
 
-import argparse
 import copy
 import json
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.model_card import parser_of
 from reluformer.checkpoint import load_run, read_run
 from reluformer.config.search import SearchConfig
 from reluformer.console import guarded
@@ -186,11 +186,7 @@ def _load(out: Path, files: dict[str, str]) -> dict[str, Any]:
 @guarded
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the decoders and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder of `reluformer prepare`")
-    parser.add_argument("--model", type=Path, help="default: the shipped model")
+    parser = parser_of(__doc__)
     parser.add_argument("--documents", type=int, help="default: all")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="default: no limit")
     parser.add_argument("--threads", type=int, default=1)

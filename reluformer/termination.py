@@ -21,7 +21,9 @@ def removed_on_termination(path: Path) -> Iterator[None]:
     main thread can handle signals: writers in other threads are served while it writes, too.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    handles = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    # Without a handler, the first process of a container ignores the signal and goes on.
+    is_first = os.getpid() == 1
+    handles = is_main and not is_first and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     _WRITTEN[path] = os.getpid()
     if handles:
         signal.signal(signal.SIGTERM, _remove_and_end)

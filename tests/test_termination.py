@@ -127,6 +127,15 @@ def test_the_default_returns_after_the_block(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_first_process_of_a_container_goes_on(tmp_path: Path) -> None:
+    code = """
+os.getpid = lambda: 1
+with atomic_path(folder / "f"):
+    print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    assert run(code, tmp_path).stdout == "True\n"
+
+
 def test_other_threads_do_not_touch_the_handler(tmp_path: Path) -> None:
     found = []
 

@@ -108,6 +108,17 @@ class Clock:
             count += 1
         return times
 
+    def all_rounds(self, calls: Mapping[str, Call], count: int) -> Times:
+        """Time every call in `count` rounds, as `rounds` does.
+
+        Raises:
+            RuntimeError: If a call fails or is far slower than the fastest.
+        """
+        times = self.rounds(calls, count, 0.0)
+        for name, reason in self.left_out.items():
+            raise RuntimeError(f"{name}: {reason}")
+        return times
+
     def _single(
         self, calls: Mapping[str, Call], yardstick: str | None
     ) -> tuple[dict[str, float], dict[str, str]]:

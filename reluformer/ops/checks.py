@@ -70,8 +70,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_numbers(call: Call) -> None:
     """Refuse numbers that are out of range."""
-    if not is_number(call.scale) or not abs(call.scale) <= LARGEST:
-        raise UserError(f"scale must be a finite number, got {quote(call.scale)}")
+    check_scale(call.scale)
     if not is_number(call.dropout_p) or not 0 <= call.dropout_p < 1:
         raise UserError(f"dropout_p must be a number in [0, 1), got {quote(call.dropout_p)}")
     if call.return_sums not in SUMS:
@@ -176,6 +175,12 @@ def check_contents(attention: Attention, call: Call, options: Mapping[str, Any])
             raise UserError(f"gamma must be greater than 0, got {value.tolist()}")
         if name == "alpha" and bool(((value <= 1) | (value > 2)).any()):
             raise UserError(f"alpha must be greater than 1 and at most 2, got {value.tolist()}")
+
+
+def check_scale(scale: Any) -> None:
+    """Refuse a factor of the scores that is no finite number."""
+    if not is_number(scale) or not abs(scale) <= LARGEST:
+        raise UserError(f"scale must be a finite number, got {quote(scale)}")
 
 
 def is_number(value: Any) -> bool:

@@ -24,7 +24,7 @@ from reluformer.ops.cache_inputs import (
     token_counts,
     whole_number,
 )
-from reluformer.ops.checks import FLOATS, is_number
+from reluformer.ops.checks import FLOATS, check_scale, is_number
 from reluformer.ops.gate import check_storage, resolve
 from reluformer.ops.rule import Rectified
 
@@ -116,24 +116,7 @@ class PagedCache:
         Raises:
             UserError: If a number is above `max_length`, or the pool has too few free pages.
         """
-        wanted = token_counts("tokens", tokens, self.batch)
-        if max(wanted) > self.max_length:
-            raise UserError(f"tokens must be at most max_length {self.max_length}, got {wanted}")
-        missing = [
-            max(0, math.ceil(count / self.page_size) - len(pages))
-            for count, pages in zip(wanted, self._pages, strict=True)
-        ]
-        if sum(missing) > len(self._free):
-            raise UserError(
-                f"pages must suffice for all tokens: {sum(missing)} more are needed and "
-                f"{len(self._free)} are free"
-            )
-        for row, (count, pages) in enumerate(zip(missing, self._pages, strict=True)):
-            if count:
-                new = [self._free.pop() for _ in range(count)]
-                place = slice(len(pages), len(pages) + count)
-                self.table[row, place] = torch.tensor(new, dtype=torch.int32, device="cpu")
-                pages += new
+        self._reserve(token_counts("tokens", tokens, self.batch))
 
     def append(
         self,
@@ -161,12 +144,14 @@ class PagedCache:
         check_tokens({"keys": keys, "values": values}, (self.keys, self.values), self.batch)
         keys, values = resolve(keys), resolve(values)
         steps = keys.shape[2]
-        new = token_counts("counts", steps if counts is None else counts, self.batch)
+        new = [steps] * self.batch
+        if counts is not None:
+            new = token_counts("counts", counts, self.batch)
         if max(new) > steps:
             raise UserError(f"counts must be at most T = {steps}, got {new}")
         fused = _use_triton(impl, "append", keys.is_cuda, self._why_not_triton)
         total = [old + more for old, more in zip(self._filled, new, strict=True)]
-        self.reserve(total)
+        self._reserve(total)
         self._filled = total
         if steps == 0:
             return
@@ -218,6 +203,26 @@ class PagedCache:
             for pool in (self.keys, self.values)
         )
         return keys, values
+
+    def _reserve(self, wanted: list[int]) -> None:
+        """Allocate pages for a total number of tokens of each sequence."""
+        if max(wanted) > self.max_length:
+            raise UserError(f"tokens must be at most max_length {self.max_length}, got {wanted}")
+        missing = [
+            max(0, math.ceil(count / self.page_size) - len(pages))
+            for count, pages in zip(wanted, self._pages, strict=True)
+        ]
+        if sum(missing) > len(self._free):
+            raise UserError(
+                f"pages must suffice for all tokens: {sum(missing)} more are needed and "
+                f"{len(self._free)} are free"
+            )
+        for row, (count, pages) in enumerate(zip(missing, self._pages, strict=True)):
+            if count:
+                new = [self._free.pop() for _ in range(count)]
+                place = slice(len(pages), len(pages) + count)
+                self.table[row, place] = torch.tensor(new, dtype=torch.int32, device="cpu")
+                pages += new
 
     def _why_not_triton(self) -> str | None:
         if torch.compiler.is_compiling():
@@ -290,6 +295,7 @@ def decode_attention(
         _check_learned(name, value, q.shape[1])
     q, gamma, threshold = resolve(q), resolve(gamma), resolve(threshold)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    check_scale(scale)
     rule = Rectified(gamma, length_exponent, power, threshold, row_normalise=row_normalise)
     if _use_triton(
         impl, "decode_attention", q.is_cuda, lambda: _why_not_triton(q, cache, scale, rule)

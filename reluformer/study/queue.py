@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,13 +37,18 @@ class _Job:
     log_begin: int
     cpu_seconds: float = 0.0
     idle_seconds: float = 0.0
-    """Time since the command last used the CPU."""
+    """Time since the command or its children last used the CPU."""
 
     def count(self, seconds: float) -> None:
         """Add to the idle time, which starts again whenever the command uses the CPU."""
-        used = cpu_seconds(self.process.pid)
+        before = self.idle_seconds
         self.idle_seconds += seconds
-        if used is None or used - self.cpu_seconds > _STALL / 100:
+        if int(self.idle_seconds) == int(before):
+            # It looks once a second.
+            return
+        used = cpu_seconds(self.process.pid)
+        # The sum falls when a child ends that nobody waits for.
+        if used is None or abs(used - self.cpu_seconds) > _STALL / 100:
             self.cpu_seconds, self.idle_seconds = used or 0.0, 0.0
 
 
@@ -153,16 +159,30 @@ class JobQueue:
 
 
 def cpu_seconds(process: int) -> float | None:
-    """CPU time of a process; None if it is suspended, or where the system does not tell."""
+    """CPU time of a process and its children, such as workers that compile for it.
+
+    None if the process is suspended or waits for a disk, or where the system does not tell.
+    """
     try:
         fields = (
             Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         )
     except OSError:
         return None
-    if fields[0] in "Tt":
+    if fields[0] in "DTt":
         return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # Its own user and system time, and those of children that have ended.
+    ticks = sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(c) or 0.0 for c in _children(process))
+
+
+def _children(process: int) -> list[int]:
+    """The live children of a process; none where the system does not tell."""
+    children: list[int] = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, task.read_text(encoding="utf-8").split())
+    return children
 
 
 def last_line(log: Path, begin: int) -> str:

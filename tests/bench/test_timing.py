@@ -73,6 +73,9 @@ def test_a_failing_call_is_left_out_but_the_yardstick_raises() -> None:
     assert clock.left_out == {"fails": "RuntimeError: no such kernel"}
     with pytest.raises(RuntimeError, match="no such kernel"):
         clock.rounds(calls, 2, 0.0, yardstick="fails")
+    with pytest.raises(RuntimeError, match="^fails: RuntimeError: no such kernel"):
+        clock.all_rounds(calls, 2)
+    assert set(clock.all_rounds({"a": lambda: None}, 2)) == {"a"}
 
 
 def test_peak_memory_of_a_call() -> None:

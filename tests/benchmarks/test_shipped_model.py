@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import length_penalty, model_card, native_agreement, shipped_decoding
+from benchmarks import (
+    length_penalty,
+    model_card,
+    native_agreement,
+    shipped_context,
+    shipped_decoding,
+)
 from reluformer.model import ReLUFormer
 from reluformer.quantise import quantise_run
 from reluformer.shipped import SHIPPED_FOLDER, TEST_REFERENCE, TEST_SOURCE
@@ -158,3 +164,34 @@ def test_length_penalties_are_compared_with_that_of_the_recipe(
     assert [system["length_penalty"] for system in result["systems"]] == [1.0, 0.5]
     assert (result["documents"], result["sentences"]) == (1, 2)
     assert {row["system"] for row in result["comparisons"]} == {"length penalty 0.5"}
+
+
+def test_shuffled_sentences_are_put_back() -> None:
+    documents = [["a", "b"], [], ["c"], ["d", "e", "f"]]
+    mixed, order = shipped_context.shuffled(documents)
+    assert [len(document) for document in mixed] == [2, 0, 1, 3]
+    assert mixed != documents
+    assert shipped_context.restored(mixed, order) == documents
+
+
+@pytest.mark.slow
+def test_contexts_are_compared(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = prepared(tmp_path / "data"), tmp_path / "context.json"
+    # The texts are not encoded for training.
+    monkeypatch.setattr(shipped_context, "reading", lambda options, length: {"tokens": length})
+    sizes = ["--contexts", "16", "32", "--lengths", "16", "32"]
+    call = ["--data", str(data), "--model", str(folder), *sizes, "--out", str(out)]
+    shipped_context.main([*call, "--keep", str(tmp_path / "kept")])
+    result = json.loads(out.read_text("utf-8"))
+    context = result["context"]
+    assert [row["tokens"] for row in result["reading"]] == [16, 32]
+    names = [system["name"] for system in context["systems"]]
+    assert names == ["single sentences", "up to 16 tokens", "up to 32 tokens"]
+    pairs = context["against_shuffled"]
+    assert [[system["name"] for system in pair["systems"]] for pair in pairs] == [
+        [f"up to {length} tokens, shuffled", f"up to {length} tokens"] for length in (16, 32)
+    ]
+    assert [cost["context"] for cost in result["extrapolation"]["costs"]] == names[1:]
+    assert len(list((tmp_path / "kept").iterdir())) == 7

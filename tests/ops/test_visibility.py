@@ -214,6 +214,24 @@ def test_weights_and_statistics_follow_a_bias_of_minus_infinity(name: str) -> No
 
 
 @every_way
+@pytest.mark.parametrize("content", [math.nan, math.inf])
+def test_keys_behind_a_bias_of_minus_infinity_hold_anything(
+    name: str, impl: str, content: float
+) -> None:
+    q, k, v = make(rows=4)
+    bias = torch.tensor([0.0, -math.inf, 0.0, 1.0, -math.inf], dtype=q.dtype)
+    is_hidden = bias.isneginf()[:, None]
+    before = _run(name, q, k, v, bias=bias, impl=impl)
+    k, v = k.masked_fill(is_hidden, content), v.masked_fill(is_hidden, content)
+    after = _run(name, q, k, v, bias=bias, impl=impl)
+    for one, other in zip(before[:2], after[:2], strict=True):
+        assert_same(one, other)
+    rows = torch.tensor([0.0, -math.inf, 0.0, 1.0], dtype=q.dtype)[:, None]
+    unseen = _run(name, q, k, v, slice(1, 2), bias=bias + rows, impl=impl)
+    assert not unseen[0].any()
+
+
+@every_way
 def test_when_every_bias_is_minus_infinity_everything_is_zero(name: str, impl: str) -> None:
     q, k, v = make()
     for shape in ((), (5,), (2, 1, 1, 1)):

@@ -73,10 +73,11 @@ def test_a_stalled_command_is_started_again_and_a_busy_one_is_not(
     once += "open(path, 'w').close(); time.sleep(60 * first)"
     busy = "import time; end = time.monotonic() + 4\nwhile time.monotonic() < end: pass"
     lines: list[str] = []
-    queue = JobQueue(3, time.monotonic() + 60, tmp_path, lines.append)
+    queue = JobQueue(4, time.monotonic() + 60, tmp_path, lines.append)
     always = python("import time; time.sleep(60)")
-    commands = {"once": python(once), "busy": python(busy), "always": always}
-    assert set(queue.run(lambda: commands)) == {"once", "busy"}
+    waits = python(f"import subprocess; subprocess.run({python(busy)!r}, check=True)")
+    commands = {"once": python(once), "busy": python(busy), "waits": waits, "always": always}
+    assert set(queue.run(lambda: commands)) == {"once", "busy", "waits"}
     assert queue.failed == {"always": "stalled: no CPU time for 1 s"}
     restarts = [line.partition(":")[0] for line in lines if line.endswith("started again")]
     assert sorted(restarts) == ["always", "always", "once"]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -92,6 +93,44 @@ def test_gradients_of_a_graph_equal_those_without(kind: str, weight: float) -> N
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.99)
+    assert len(shapes) >= 2
+
+
+@on_gpu
+@pytest.mark.usefixtures("recordable")
+def test_graphs_add_to_the_gradients_of_earlier_batches() -> None:
+    recipe = tiny(batch_tokens=64, model__width=32, model__dropout=0.0)
+    data = load_data(recipe)
+    torch.manual_seed(0)
+    model = ReLUFormer(recipe.model_with(data.tokenizer.vocab_size)).cuda()
+    # The last parameter never gets a gradient.
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, device="cuda")))
+    copy = deepcopy(model)
+    group = Processes(0, 1, torch.device("cuda", 0))
+    objective = Objective(recipe.train, model.config, group, nullcontext)
+    works: list[Work] = [
+        partial(objective.add_gradients, parallelise(each, recipe.train, group))
+        for each in (model, copy)
+    ]
+    graphs, shapes = Graphs(works[0], list(model.parameters())), set()
+    numbers = torch.tensor([0.01, 0.4, 0.3], device="cuda")
+    endless = data.train.batches(recipe, fixed_shapes=True).endless()
+    for turn in range(40):
+        if turn % 4 == 0:
+            for parameter in (*model.parameters(), *copy.parameters()):
+                parameter.data.mul_(0.99)
+            model.zero_grad(set_to_none=False)
+            copy.zero_grad(set_to_none=False)
+        batch = next(endless).to("cuda")
+        shapes.add(batch.source.shape)
+        graphs(batch, numbers)
+        works[1](batch, numbers)
+        wanted = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == wanted.keys() and "unused" not in found
+        scale = max(float(gradient.abs().max()) for gradient in wanted.values())
+        for name, gradient in wanted.items():
+            assert float((found[name] - gradient).abs().max()) <= 1e-4 * scale, (turn, name)
     assert len(shapes) >= 2
 
 

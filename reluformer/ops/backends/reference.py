@@ -28,7 +28,7 @@ def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> Attenti
     Half-precision inputs are computed in float32; the output has the dtype of the input.
     """
     with _no_autocast(call.q.device):
-        return _run(attention, _bias_as_mask(call), options)
+        return _run(attention, bias_as_mask(call), options)
 
 
 def rectified(call: Call, rule: Rectified, kept: Tensor | None = None) -> KernelResult:
@@ -59,7 +59,7 @@ def _each_head(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _bias_as_mask(call: Call) -> Call:
+def bias_as_mask(call: Call) -> Call:
     """The call with keys whose bias is -inf hidden by the mask; their bias is 0."""
     bias, rules = call.bias, call.visibility
     if bias is None or not hidden.may_be_nonfinite(bias):

@@ -110,13 +110,15 @@ def _screened(call: Call) -> tuple[Call, Tensor | None]:
     Where numbers cannot be read without synchronisation, only key lengths are taken into account.
     """
     q, k, v, rules = call.q, call.k, call.v, call.visibility
-    if not rules.hides_keys:
+    if not rules.hides_keys and call.bias is None:
         return call, None
     if q.device.type == "cpu" and is_untraced(q) and is_untraced(k) and is_untraced(v):
         if not hidden.has_nonfinite(k, v):
             return call, None
+        rules = reference.bias_as_mask(call).visibility
         visible = rules.table(q.shape[2], k.shape[2], q.device)
-        assert visible is not None
+        if visible is None:
+            return call, None
         bad_keys = hidden.nan_keys(k).transpose(-1, -2)
         k, v, both = hidden.finite(k), hidden.finite(v), v + bad_keys
         both = both.repeat_interleave(call.groups, dim=1)
@@ -136,13 +138,17 @@ def _run(call: Call) -> AttentionResult:
     plainly_causal = rules.only_causal and call.bias is None and _equal(rows, keys)
     visible = None if plainly_causal else rules.table(rows, keys, call.q.device)
     mask, empty = visible, None
+    # A row that sees no key would be NaN: it sees all keys, and its output is set to zero.
     if visible is not None:
-        # A row that sees no key would be NaN: it sees all keys, and its output is set to zero.
         empty = ~visible.any(dim=-1, keepdim=True)
         mask = visible | empty
     if call.bias is not None:
         mask = call.bias if mask is None else torch.where(mask, call.bias, -torch.inf)
         mask = mask.to(call.q.dtype)
+        if hidden.may_be_nonfinite(call.bias):
+            without_key = (mask == -torch.inf).all(dim=-1, keepdim=True)
+            mask = mask.masked_fill(without_key, 0.0)
+            empty = without_key if empty is None else empty | without_key
     if mask is not None:
         # torch takes no mask of fewer than two dimensions, and copies one for each head if it has
         # a dimension for them.

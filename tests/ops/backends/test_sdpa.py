@@ -130,3 +130,22 @@ def test_search_keeps_away_from_kernels_with_plans(
     wanted = attention("softmax", q.cpu().float(), k.cpu().float(), v.cpu().float(),
                        key_lengths=torch.tensor([9, 4]), impl="reference")  # fmt: skip
     assert torch.allclose(found.cpu().float(), wanted, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_of_minus_infinity_on_a_gpu(dtype: torch.dtype) -> None:
+    bias = torch.linspace(-1, 1, 16 * 24).view(16, 24)
+    bias[:, ::3] = bias[5] = -torch.inf
+    found = []
+    for impl, device in (("sdpa", "cuda"), ("reference", "cpu")):
+        q, k, v = (
+            each.to(device, dtype).requires_grad_() for each in make(rows=16, keys=24, dtype=dtype)
+        )
+        shift = bias.to(device, dtype).requires_grad_()
+        output = attention("softmax", q, k, v, bias=shift, impl=impl)
+        assert not output[:, :, 5].any()
+        found.append([output, *gradients(output.cpu(), [q, k, v, shift])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=3e-2, atol=5e-2)

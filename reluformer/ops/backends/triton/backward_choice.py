@@ -74,8 +74,8 @@ def sign_bytes(problem: Problem) -> int:
 
 
 def gradient_bytes(problem: Problem) -> int:
-    """Bytes for the score gradients of one head, padded like the signs."""
-    return 16 * sign_bytes(problem)
+    """Bytes for the score gradients of one head, in bfloat16."""
+    return 2 * int(SIDE.value) ** 2 * launch_backward.gradient_blocks(problem)
 
 
 def one_pass_tile(problem: Problem) -> tuning.Tile:

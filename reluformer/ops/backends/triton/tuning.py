@@ -174,9 +174,18 @@ class Override(NamedTuple):
     and the statistics of a call allow it."""
     one_pass: bool | None
     """Whether one kernel computes all gradients of short sequences (`backward_one_pass.py`)."""
+    compact_gradients: bool
+    """Whether score gradients of causal calls take memory only for blocks that some row sees."""
+    product_rows: int | None
+    """Query rows of a consumer of the dQ kernel that reads score gradients: 64 or 128."""
+    dkv_tile: str | None
+    """Name of the tile of the Hopper kernel for dK and dV (`hopper/launch_backward.py`), where the
+    width and the power of a call allow it."""
+    dq_tile: str | None
+    """The same for dQ."""
 
 
-_override = Override((), None, None, None, None, None, None)
+_override = Override((), None, None, None, None, None, None, False, None, None, None)
 
 
 def pick(
@@ -245,13 +254,17 @@ def override(
     hopper: bool | None = None,
     forward_tile: str | None = None,
     one_pass: bool | None = None,
+    compact_gradients: bool = False,
+    product_rows: int | None = None,
+    dkv_tile: str | None = None,
+    dq_tile: str | None = None,
 ) -> Iterator[None]:
     """Force the choices of an `Override` inside the block, for benchmarks and tests."""
     global _override
     before = _override
     _override = Override(
         tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, forward_tile,
-        one_pass,
+        one_pass, compact_gradients, product_rows, dkv_tile, dq_tile,
     )  # fmt: skip
     try:
         yield

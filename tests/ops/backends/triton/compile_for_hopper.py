@@ -156,6 +156,15 @@ def main() -> None:
         hopper_backward(width, causal, power, 0)
         COMPILER.label = f"{name}, power 4, stored"
         hopper_backward(width, causal, 4, 0, gradient_bytes=64 << 20)
+    for rows, causal in ((64, False), (64, True), (128, True)):
+        COMPILER.label = f"width 128, causal {causal}, power 4, stored, compact, rows {rows}"
+        choice = {"gradient_bytes": 64 << 20, "compact_gradients": True, "product_rows": rows}
+        hopper_backward(128, causal, 4, 0, **choice)
+    for causal, power in ((False, 2), (False, 4), (True, 4)):
+        for tile in ("wide", "three"):
+            COMPILER.label = f"{tile}, width 64, causal {causal}, power {power}"
+            dkv_tile = "wide" if tile == "wide" else None
+            hopper_backward(64, causal, power, 0, dkv_tile=dkv_tile, dq_tile=tile)
     for length, width in ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128)):
         COMPILER.label = f"length {length}, width {width}"
         one_pass(length, width)
@@ -187,16 +196,15 @@ def portable(width: int, causal: bool) -> None:
 
 
 def hopper_backward(
-    width: int, causal: bool, power: int, sign_bytes: int | None, gradient_bytes: int = 0
+    width: int, causal: bool, power: int, sign_bytes: int | None, **choice: Any
 ) -> None:
     """A plain call, or, above power 1, a call of the models: padded, row-normalised, learned."""
     call = problem(width, causal=causal, power=power)
     if power > 1:
         optional = {"key_lengths": torch.zeros(1, dtype=torch.int32), "threshold": torch.empty(2)}
         call = problem(width, optional, causal=causal, power=power, row_normalise=1e-4)
-    with tuning.override(
-        tma=True, sign_bytes=sign_bytes, gradient_bytes=gradient_bytes, hopper=True
-    ):
+    choice = {"gradient_bytes": 0, "sign_bytes": sign_bytes, **choice}
+    with tuning.override(tma=True, hopper=True, **choice):
         run_backward.backward(call, gradients(call), power > 1)
 
 

@@ -113,6 +113,83 @@ def test_backward_stores_score_gradients_in_limited_memory() -> None:
     assert gradient_heads(shared, limit=255 << 20) == 0, "heads that share keys do not fit"
 
 
+def compact_heads(call: Problem, limit: int) -> int:
+    """`gradient_heads` where blocks that no row sees take no memory."""
+    with tuning.override(tma=True, gradient_bytes=limit, compact_gradients=True):
+        return backward_choice.choose(call, 0, torch.empty_like(call.q)).gradient_heads
+
+
+def test_compact_score_gradients_take_memory_for_visible_blocks_only() -> None:
+    call = problem(128, 4096, power=4, causal=True)
+    # 64 x 65 / 2 blocks of 8 KiB for a head.
+    assert compact_heads(call, 65 << 20) == 4 and compact_heads(call, (65 << 20) - 1) == 3
+    assert gradient_heads(call, limit=65 << 20) == 2
+    full = problem(128, 4096, power=4)
+    assert compact_heads(full, 65 << 20) == gradient_heads(full, limit=65 << 20) == 2
+    # Queries at the end of twice as many keys: 64 key blocks that all see, then the triangle.
+    longer = problem(128, 4096, power=4, causal=True, max_k=8192)
+    assert compact_heads(longer, 8192 * (64 * 64 + 64 * 65 // 2)) == 1
+    assert compact_heads(longer, 8192 * (64 * 64 + 64 * 65 // 2) - 1) == 0
+
+
+def backward_configs(
+    call: Problem, *, gradients: bool = False, **choice: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the kernels for dK and dV and for dQ, by name."""
+    grad = torch.empty_like(call.q)
+    with tuning.override(tma=True, **choice):
+        dkv = launch_backward.dkv_launch(
+            call, 0, grad, call.k, call.v, signs=False, gradients=gradients
+        )
+        if gradients:
+            dq = launch_backward.dq_product_launch(call, call.q, 1)
+        else:
+            dq = launch_backward.dq_launch(call, 0, grad, call.q, signs=False)
+    configs = [each.options["CONFIG"] for each in (dkv, dq)]
+    dkv_options, dq_options = (
+        {name: value.value for name, value in each._asdict().items()} for each in configs
+    )
+    return dkv_options, dq_options
+
+
+@pytest.mark.parametrize(
+    ("call", "takes_dkv", "takes_dq"),
+    [
+        (problem(64, 1000, power=4), True, True),
+        (problem(64, 1024, power=2), True, True),
+        (problem(64, 1024, power=8), False, True),
+        (problem(64, 1024, power=4, causal=True), False, True),
+        (problem(64, 1024), False, False),
+        (problem(128, 1024, power=4), False, False),
+    ],
+)
+def test_requested_backward_tiles_where_registers_suffice(
+    call: Problem, takes_dkv: bool, takes_dq: bool
+) -> None:
+    dkv, dq = backward_configs(call, dkv_tile="wide", dq_tile="wide")
+    assert (dkv["COLS"] == 128) == takes_dkv and (dq["COLS"] == 128) == takes_dq
+    # Both kinds of scores at once would need more registers.
+    assert not (takes_dkv and dkv["SEPARATE_SCORES"])
+    assert dq["RAGGED"] == (call.settings.max_k == 1000)
+    dkv, dq = backward_configs(call, dq_tile="three")
+    assert dkv["COLS"] == dq["COLS"] == 64 and dkv["CONSUMERS"] == 2
+    assert dq["CONSUMERS"] == (3 if takes_dq else 2)
+    dkv, dq = backward_configs(call, gradients=True, dkv_tile="wide", dq_tile="three")
+    assert dkv["COLS"] == 64, "score gradients are stored in blocks of 64"
+    assert dq["CONSUMERS"] == 2, "the product has its own tiles"
+
+
+def test_rows_of_the_product_with_stored_gradients() -> None:
+    for causal, usual in ((False, 128), (True, 64)):
+        call = problem(128, 1024, power=4, causal=causal)
+        for requested in (None, 64, 128):
+            _, dq = backward_configs(call, gradients=True, product_rows=requested)
+            assert dq["ROWS"] == (requested or usual)
+            assert not dq["COMPACT"]
+        dkv, dq = backward_configs(call, gradients=True, compact_gradients=True)
+        assert dkv["COMPACT"] == dq["COMPACT"] == causal
+
+
 def test_score_gradients_are_stored_where_that_is_faster() -> None:
     for faster in (
         problem(128, 1024, power=2),

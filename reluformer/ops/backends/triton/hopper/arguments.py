@@ -104,8 +104,10 @@ class BackwardConfig(NamedTuple):
     """Head width of queries, keys and values."""
     GROUP: int
     """Query heads per key head."""
+    CONSUMERS: int
+    """Groups of four warps that compute: two, or three in dQ."""
     ROWS: int
-    """Rows that each of the two consumers owns; 64 in dK/dV and with `SIGNS`."""
+    """Rows that each consumer owns; 64 in dK/dV and with `SIGNS`."""
     COLS: int
     """Rows of a streamed tile; 64 with `SIGNS` or `GRADIENTS`."""
     STAGES: int
@@ -128,6 +130,8 @@ class BackwardConfig(NamedTuple):
     """Whether dK/dV writes the signs of the weights, and dQ reads them instead of Q."""
     GRADIENTS: bool
     """Whether dK/dV stores its score gradients; then dQ is the product with them alone."""
+    COMPACT: bool
+    """Whether blocks of score gradients that no row sees have no memory (causal calls)."""
     SEPARATE_SCORES: bool
     """Whether S^T and dP^T have registers of their own in dK/dV (power above 1, no `SIGNS`)."""
 

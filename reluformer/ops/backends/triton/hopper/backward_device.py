@@ -9,11 +9,12 @@ Each kernel keeps two resident operands of a tile and streams tiles of the two o
 `portable/backward_dkv.py` has the formulas. If the row factors differ between rows, the host has
 multiplied dO by them (GRAD_SCALED), and also the terms that gradients of row sums add to dP.
 
-Work: a CTA is persistent and owns a list of tiles of 2 * ROWS resident rows.
+Work: a CTA is persistent and owns a list of tiles of CONSUMERS * ROWS resident rows.
 
 Partitions of warps:
     consumer 0   4 warps   resident rows [0, ROWS) of each tile
     consumer 1   4 warps   resident rows [ROWS, 2 * ROWS) of each tile
+    consumer 2   4 warps   resident rows [2 * ROWS, 3 * ROWS), with CONSUMERS = 3 (dQ only)
     producer     1 warp    loads resident and streamed tiles with TMA and runs ahead
 
 A consumer holds the weights and score gradients of one streamed tile in registers. It starts the
@@ -22,13 +23,13 @@ between two iterations of a loop: ptxas would then serialise all products.
 
 Shared memory, bfloat16:
     resident   2 x [ROWS, D] per consumer
-    streamed   a ring of STAGES pairs of [COLS, D], read by both consumers
+    streamed   a ring of STAGES pairs of [COLS, D], read by all consumers
     out        [ROWS, D] per consumer: staging for the TMA store
 
 Barriers:
     resident_full   one per consumer   TMA arrives                    the consumer waits
     resident_empty  one per consumer   the consumer arrives           the producer waits
-    full            one per stage      TMA arrives                    both consumers wait
+    full            one per stage      TMA arrives                    all consumers wait
     empty           one per stage      each consumer arrives once     the producer waits
 """
 
@@ -39,7 +40,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Ring,
     advance,
     key_end,
@@ -133,6 +133,7 @@ def backward_producer(
     resident_a_bufs, resident_b_bufs, streamed_a_bufs, streamed_b_bufs = shared.buffers
     ONLY_B: gl.constexpr = CONFIG.SIGNS and not IS_DKV
     RESIDENT_BYTES: gl.constexpr = CONFIG.ROWS * CONFIG.D * (2 if ONLY_B else 4)
+    TILE_ROWS: gl.constexpr = CONFIG.CONSUMERS * CONFIG.ROWS
     steps = tile_count(sizes.items, CONFIG.CAUSAL)
     # Phase 1: the first wait for each buffer passes.
     resident_phase = 1
@@ -140,21 +141,20 @@ def backward_producer(
     for step in range(0, steps + 1):
         batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
         # First resident row of the CTA: a key of dK/dV, a query of dQ.
-        row = tile * (CONSUMERS * CONFIG.ROWS)
+        row = tile * TILE_ROWS
         end = key_end(lengths, batch, sizes.n_k)
         # Range [low, high) of streamed tiles that either consumer needs.
         low = row * 0
         if IS_DKV:
-            low, high, _ = query_tile_range(row, row, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
+            low, high, _ = query_tile_range(row, row, end, sizes, TILE_ROWS, CONFIG)
         else:
             high, _ = key_tile_counts(
-                row, sizes.n_q, sizes.n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL,
-                True,
-            )  # fmt: skip
+                row, sizes.n_q, sizes.n_k, end, TILE_ROWS, CONFIG.COLS, CONFIG.CAUSAL, True
+            )
         # After the last step, one streamed tile of one head.
         members = gl.where(step < steps, CONFIG.GROUP if IS_DKV else 1, 1)
         high = gl.where(step < steps, high, low + 1)
-        for consumer in gl.static_range(CONSUMERS):
+        for consumer in gl.static_range(CONFIG.CONSUMERS):
             first_row = row + consumer * CONFIG.ROWS
             mbarrier.wait(shared.resident_empty.index(consumer), resident_phase)
             bar = shared.resident_full.index(consumer)

@@ -61,7 +61,6 @@ from reluformer.ops.backends.triton.hopper.bf16_pairs import (
     store_signs,
 )
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Ring,
     advance,
     key_end,
@@ -87,7 +86,7 @@ def _stored_block(stored, head, tile, key, sizes, CONFIG: gl.constexpr):
         block = head.to(gl.int64) * sizes.head_blocks + tile.to(gl.int64) * sizes.key_blocks
         place = stored + (block + key // 64) * 256
     if CONFIG.GRADIENTS:
-        place = gradient_block(stored, head, tile, key, sizes)
+        place = gradient_block(stored, head, tile, key, sizes, CONFIG.COMPACT)
     return place
 
 
@@ -104,10 +103,11 @@ def _start_scores(k_tile, shared, ring, dp, CONFIG: gl.constexpr):
 def _locate_tile(step, offset, lengths, sizes, consumer: gl.constexpr, CONFIG: gl.constexpr):
     """The KeyTile of a consumer in step number `step` of this CTA."""
     batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
-    base = tile * (CONSUMERS * CONFIG.ROWS)
+    TILE_ROWS: gl.constexpr = CONFIG.CONSUMERS * CONFIG.ROWS
+    base = tile * TILE_ROWS
     key = base + consumer * CONFIG.ROWS
     end = key_end(lengths, batch, sizes.n_k)
-    first, high, _ = query_tile_range(base, base, end, sizes, CONSUMERS * CONFIG.ROWS, CONFIG)
+    first, high, _ = query_tile_range(base, base, end, sizes, TILE_ROWS, CONFIG)
     low, high, unmasked = query_tile_range(base, key, end, sizes, CONFIG.ROWS, CONFIG)
     unmasked = gl.minimum(gl.maximum(unmasked, low), high)
     return KeyTile(batch, head, key, end, offset, first, low, unmasked, high)
@@ -327,15 +327,15 @@ def hopper_dkv_kernel(
         scalars: a Scalars.
         CONFIG: a BackwardConfig of constexprs.
     """
-    resident_shape: gl.constexpr = [CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
+    resident_shape: gl.constexpr = [CONFIG.CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
     streamed_shape: gl.constexpr = [CONFIG.STAGES, 1, 1, CONFIG.COLS, CONFIG.D]
     k_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, k.layout)
     v_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, v.layout)
     q_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, q.layout)
     g_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, grad_out.layout)
     out_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, dk.layout)
-    resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
-    full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
+    resident_full, resident_empty = allocate_barriers(CONFIG.CONSUMERS, 1)
+    full, empty = allocate_barriers(CONFIG.STAGES, CONFIG.CONSUMERS)
     fence_async_shared()
     thread_barrier()
     buffers = (k_bufs, v_bufs, q_bufs, g_bufs)

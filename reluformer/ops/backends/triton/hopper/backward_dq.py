@@ -3,8 +3,8 @@
 It computes what `portable/backward_dq.py` computes. `backward_device.py` describes the partitions
 of warps, shared memory and barriers, which are those of `backward_dkv.py` too.
 
-A CTA owns tiles of 2 * ROWS queries of one head: Q and dO are resident. For each tile it loops over
-the key tiles that the queries see: K and V are streamed.
+A CTA owns tiles of CONSUMERS * ROWS queries of one head: Q and dO are resident. For each tile it
+loops over the key tiles that the queries see: K and V are streamed.
 
     S = Q K^T    dP = dO V^T    dQ += dS K
 
@@ -52,7 +52,6 @@ from reluformer.ops.backends.triton.hopper.bf16_pairs import (
     sign_pointers,
 )
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Bounds,
     Ring,
     advance,
@@ -140,7 +139,7 @@ def _start_first_product(
     if CONFIG.SIGNS:
         batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
         block = (batch * sizes.heads + head).to(gl.int64) * sizes.head_blocks
-        block += (tile * CONSUMERS + consumer) * (CONFIG.ROWS // 64) * sizes.key_blocks
+        block += (tile * CONFIG.CONSUMERS + consumer) * (CONFIG.ROWS // 64) * sizes.key_blocks
         words = gl.load(words_at + block * 128)
         v_t = streamed_tile(v_bufs, ring.stage, CONFIG).permute((1, 0))
         dp = warpgroup_mma(g_tile, v_t, dp, use_acc=False, is_async=True)  # [ROWS, COLS]
@@ -157,6 +156,7 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    TILE_ROWS: gl.constexpr = CONFIG.CONSUMERS * CONFIG.ROWS
     ROW_SHIFT: gl.constexpr = pointers.row_shift is not None
     # With a threshold, a key that does not exist can have weight and a gradient.
     MASK_TAIL: gl.constexpr = pointers.lengths is not None or (ROW_SHIFT and CONFIG.RAGGED)
@@ -185,13 +185,12 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
         s = warpgroup_mma_wait(0, [s])
     for step in range(0, steps):
         batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
-        row = tile * (CONSUMERS * CONFIG.ROWS)
+        row = tile * TILE_ROWS
         end = key_end(pointers.lengths, batch, sizes.n_k)
-        # Key tiles that the producer loads for both consumers, and those that this one needs.
+        # Key tiles that the producer loads for all consumers, and those that this one needs.
         loaded, _ = key_tile_counts(
-            row, sizes.n_q, sizes.n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL,
-            True,
-        )  # fmt: skip
+            row, sizes.n_q, sizes.n_k, end, TILE_ROWS, CONFIG.COLS, CONFIG.CAUSAL, True
+        )
         row += consumer * CONFIG.ROWS
         count, unmasked = key_tile_counts(
             row, sizes.n_q, sizes.n_k, end, CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL, MASK_TAIL
@@ -260,7 +259,8 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
             thread_barrier()
-            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+            buffer = shared.out.index(consumer)
+            buffer = buffer.reshape([buffer.shape[2], CONFIG.D])
             k_tile = zero_padding(
                 k_tile, buffer, (count - 1) * CONFIG.COLS, end, CONFIG.COLS, CONFIG.D
             )
@@ -298,13 +298,14 @@ def hopper_dq_kernel(
     """dQ [B, H, Tq, D] and, if `pointers` has it, `row_shift` [B, H, Tq]: the sum of dS per row.
 
     Args:
-        q, k, v, grad_out, dq: TMA descriptors of [B, H, T, D], with tiles of 64 rows.
+        q, k, v, grad_out, dq: TMA descriptors of [B, H, T, D], with tiles of COLS rows of k and v
+            and of ROWS rows of the others.
         pointers: a BackwardPointers.
         items .. term_rows: the fields of BackwardSizes; `heads` are query heads.
         scalars: a Scalars.
         CONFIG: a BackwardConfig of constexprs.
     """
-    resident_shape: gl.constexpr = [CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
+    resident_shape: gl.constexpr = [CONFIG.CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
     streamed_shape: gl.constexpr = [CONFIG.STAGES, 1, 1, CONFIG.COLS, CONFIG.D]
     g_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, grad_out.layout)
     q_bufs = g_bufs
@@ -312,9 +313,12 @@ def hopper_dq_kernel(
         q_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, q.layout)
     k_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, k.layout)
     v_bufs = gl.allocate_shared_memory(q.dtype, streamed_shape, v.layout)
-    out_bufs = gl.allocate_shared_memory(q.dtype, resident_shape, dq.layout)
-    resident_full, resident_empty = allocate_barriers(CONSUMERS, 1)
-    full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
+    # It also holds a copy of a key tile.
+    out_rows: gl.constexpr = CONFIG.ROWS if CONFIG.ROWS > CONFIG.COLS else CONFIG.COLS
+    out_shape: gl.constexpr = [CONFIG.CONSUMERS, 1, 1, out_rows, CONFIG.D]
+    out_bufs = gl.allocate_shared_memory(q.dtype, out_shape, dq.layout)
+    resident_full, resident_empty = allocate_barriers(CONFIG.CONSUMERS, 1)
+    full, empty = allocate_barriers(CONFIG.STAGES, CONFIG.CONSUMERS)
     fence_async_shared()
     thread_barrier()
     buffers = (q_bufs, g_bufs, k_bufs, v_bufs)
@@ -323,13 +327,14 @@ def hopper_dq_kernel(
     # Constexprs stand in the lists themselves: in a variable they would become tensors.
     gl.warp_specialize(
         [
-            (_consumer, (dq, pointers, shared, sizes, scalars, 0, CONFIG)),
-            (_consumer, (dq, pointers, shared, sizes, scalars, 1, CONFIG)),
-            (
+            (_consumer, (dq, pointers, shared, sizes, scalars, part, CONFIG))
+            if part < CONFIG.CONSUMERS
+            else (
                 backward_producer,
                 (q, grad_out, k, v, pointers.lengths, shared, sizes, False, CONFIG),
-            ),
+            )
+            for part in (0, 1, 2, 3)[: CONFIG.CONSUMERS + 1]
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4, 1] if CONFIG.CONSUMERS == 3 else [4, 1],
+        [160, 160, 24] if CONFIG.CONSUMERS == 3 else [240, 24],
     )

@@ -40,7 +40,6 @@ from reluformer.ops.backends.triton.hopper.backward_device import (
 )
 from reluformer.ops.backends.triton.hopper.bf16_pairs import as_left_operand, partial_pair_sums
 from reluformer.ops.backends.triton.hopper.device import (
-    CONSUMERS,
     Bounds,
     Ring,
     advance,
@@ -50,7 +49,12 @@ from reluformer.ops.backends.triton.hopper.device import (
     tile_count,
     zero_padding,
 )
-from reluformer.ops.backends.triton.hopper.stored_gradients import SIDE, load_gradients, mask_pairs
+from reluformer.ops.backends.triton.hopper.stored_gradients import (
+    SIDE,
+    load_gradients,
+    mask_pairs,
+    missing_blocks,
+)
 from reluformer.ops.backends.triton.versions import thread_barrier, tma_load
 
 
@@ -69,15 +73,16 @@ class ProductShared(NamedTuple):
 @gluon.jit
 def _producer(gradients, k, lengths, shared, sizes, CONFIG: gl.constexpr):
     """Load the keys and score gradients of each step."""
-    BYTES: gl.constexpr = 2 * CONFIG.COLS * (CONFIG.D + CONSUMERS * CONFIG.ROWS)
+    TILE_ROWS: gl.constexpr = CONFIG.CONSUMERS * CONFIG.ROWS
+    BYTES: gl.constexpr = 2 * CONFIG.COLS * (CONFIG.D + TILE_ROWS)
     # Phase 1: the first wait for each buffer passes.
     ring = Ring(0, 1)
     for step in range(0, tile_count(sizes.items, CONFIG.CAUSAL)):
         batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
-        row = tile * (CONSUMERS * CONFIG.ROWS)
+        row = tile * TILE_ROWS
         count, _ = key_tile_counts(
-            row, sizes.n_q, sizes.n_k, key_end(lengths, batch, sizes.n_k), CONSUMERS * CONFIG.ROWS,
-            CONFIG.COLS, CONFIG.CAUSAL, True,
+            row, sizes.n_q, sizes.n_k, key_end(lengths, batch, sizes.n_k), TILE_ROWS, CONFIG.COLS,
+            CONFIG.CAUSAL, True,
         )  # fmt: skip
         # Blocks of a key tile follow one another along the queries.
         place = (batch * sizes.heads + head) * (sizes.head_blocks * SIDE) + row
@@ -89,12 +94,14 @@ def _producer(gradients, k, lengths, shared, sizes, CONFIG: gl.constexpr):
                 k, [batch, head // CONFIG.GROUP, j * CONFIG.COLS, 0], bar,
                 shared.keys.index(ring.stage),
             )  # fmt: skip
-            for consumer in gl.static_range(CONSUMERS):
+            for consumer in gl.static_range(CONFIG.CONSUMERS):
                 tma_load(
                     gradients, [0, 0, place + consumer * CONFIG.ROWS, 0], bar,
-                    shared.gradients.index(ring.stage * CONSUMERS + consumer),
+                    shared.gradients.index(ring.stage * CONFIG.CONSUMERS + consumer),
                 )  # fmt: skip
             place += sizes.term_rows
+            if CONFIG.COMPACT:
+                place -= missing_blocks(j + 1, sizes) * SIDE
             ring = advance(ring, CONFIG.STAGES)
 
 
@@ -113,7 +120,7 @@ def _key_loop(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     for j in range(low, high):
         mbarrier.wait(shared.full.index(ring.stage), ring.phase)
-        blocks = shared.gradients.index(ring.stage * CONSUMERS + consumer)
+        blocks = shared.gradients.index(ring.stage * CONFIG.CONSUMERS + consumer)
         blocks = blocks.reshape([CONFIG.ROWS, CONFIG.COLS])
         ds = load_gradients(blocks, CONFIG.ROWS)  # [ROWS, COLS / 2]
         k_tile = streamed_tile(shared.keys, ring.stage, CONFIG)  # [COLS, D]
@@ -147,16 +154,16 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
     # With a threshold, a key that does not exist can have weight and a gradient.
     MASK_TAIL: gl.constexpr = PADDED or (ROW_SHIFT and CONFIG.RAGGED)
     HAS_MASKED: gl.constexpr = MASK_TAIL or CONFIG.CAUSAL
+    TILE_ROWS: gl.constexpr = CONFIG.CONSUMERS * CONFIG.ROWS
     ring = Ring(0, 0)
     for step in range(0, tile_count(sizes.items, CONFIG.CAUSAL)):
         batch, head, tile = tile_coordinates(step, sizes, CONFIG.CAUSAL)
-        row = tile * (CONSUMERS * CONFIG.ROWS)
+        row = tile * TILE_ROWS
         end = key_end(pointers.lengths, batch, sizes.n_k)
         # Key tiles that the producer loads for both consumers, and those that this one needs.
         loaded, _ = key_tile_counts(
-            row, sizes.n_q, sizes.n_k, end, CONSUMERS * CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL,
-            True,
-        )  # fmt: skip
+            row, sizes.n_q, sizes.n_k, end, TILE_ROWS, CONFIG.COLS, CONFIG.CAUSAL, True
+        )
         row += consumer * CONFIG.ROWS
         count, unmasked = key_tile_counts(
             row, sizes.n_q, sizes.n_k, end, CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL, MASK_TAIL
@@ -202,12 +209,13 @@ def hopper_dq_product_kernel(
         CONFIG: a BackwardConfig of constexprs.
     """
     keys_shape: gl.constexpr = [CONFIG.STAGES, 1, 1, CONFIG.COLS, CONFIG.D]
-    gradients_shape: gl.constexpr = [CONFIG.STAGES * CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.COLS]
-    out_shape: gl.constexpr = [CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
+    TILES: gl.constexpr = CONFIG.STAGES * CONFIG.CONSUMERS
+    gradients_shape: gl.constexpr = [TILES, 1, 1, CONFIG.ROWS, CONFIG.COLS]
+    out_shape: gl.constexpr = [CONFIG.CONSUMERS, 1, 1, CONFIG.ROWS, CONFIG.D]
     k_bufs = gl.allocate_shared_memory(k.dtype, keys_shape, k.layout)
     gradient_bufs = gl.allocate_shared_memory(k.dtype, gradients_shape, gradients.layout)
     out_bufs = gl.allocate_shared_memory(k.dtype, out_shape, dq.layout)
-    full, empty = allocate_barriers(CONFIG.STAGES, CONSUMERS)
+    full, empty = allocate_barriers(CONFIG.STAGES, CONFIG.CONSUMERS)
     fence_async_shared()
     thread_barrier()
     shared = ProductShared(k_bufs, gradient_bufs, out_bufs, full, empty)

@@ -17,8 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from reluformer.ops.backends.triton.versions import thread_barrier, tma_store
 
-CONSUMERS = gl.constexpr(2)
-
 
 class Ring(NamedTuple):
     """Position in a ring of buffers: the stage, and the phase to wait for on its barrier."""

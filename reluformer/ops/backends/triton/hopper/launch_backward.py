@@ -43,20 +43,31 @@ class Buffering(NamedTuple):
     in_registers: bool
     """Whether resident tiles are held in registers."""
     rows: int = _SIDE
-    """Rows that each of the two consumers owns."""
+    """Rows that each consumer owns."""
+    cols: int = _SIDE
+    """Rows of a streamed tile."""
+    consumers: int = 2
+    """Groups of four warps that compute."""
 
 
 # By head width: for dK/dV, for dQ, and for dQ from signs.
 _DKV = {64: Buffering(8, True), 128: Buffering(4, False)}
 _DQ = {64: Buffering(8, True), 128: Buffering(4, False)}
 _DQ_FROM_SIGNS = {64: Buffering(8, True), 128: Buffering(5, True)}
-# For dQ from score gradients, by head width and whether causal. More rows read fewer key tiles, and
-# fewer rows fill the GPU: with causality tiles come in pairs.
+# For width 64 on request, by kernel and name: wide tiles take fewer instructions a score, and
+# leave no register to spare; three consumers have fewer registers each.
+_NAMED: dict[tuple[tuning.Kernel, str], Buffering] = {
+    ("dkv", "wide"): Buffering(4, False, cols=2 * _SIDE),
+    ("dq", "wide"): Buffering(4, False, cols=2 * _SIDE),
+    ("dq", "three"): Buffering(8, False, consumers=3),
+}
+# For dQ from score gradients, by head width and rows. More rows read fewer key tiles, and fewer
+# rows fill the GPU: with causality tiles come in pairs.
 _DQ_PRODUCT = {
-    (64, False): Buffering(4, False, 2 * _SIDE),
-    (128, False): Buffering(3, False, 2 * _SIDE),
-    (64, True): Buffering(7, False),
-    (128, True): Buffering(5, False),
+    (64, 2 * _SIDE): Buffering(4, False, 2 * _SIDE),
+    (128, 2 * _SIDE): Buffering(3, False, 2 * _SIDE),
+    (64, _SIDE): Buffering(7, False),
+    (128, _SIDE): Buffering(5, False),
 }
 
 
@@ -120,11 +131,11 @@ def stored_gradients_are_faster(problem: Problem) -> bool:
     settings = problem.settings
     if problem.q.shape[-1] != 128 or not versions.runs_recent_hopper():
         return False
-    lengths = _lengths_to_store(settings)
+    lengths = lengths_to_store(settings)
     return settings.max_q in lengths and settings.max_k in lengths
 
 
-def _lengths_to_store(settings: Settings) -> range:
+def lengths_to_store(settings: Settings) -> range:
     """Numbers of queries and keys for which `benchmarks/kernel_choices.py` measured a gain.
 
     Few heads of longer calls fit into memory at a time. Causal calls allocate the blocks that they
@@ -144,8 +155,13 @@ def dkv_launch(
     from reluformer.ops.backends.triton.hopper.backward_dkv import hopper_dkv_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    config = _config(problem, level, _DKV[q.shape[-1]], signs=signs, gradients=gradients)
-    tiled = [(tensor, _SIDE) for tensor in (q, k, v, grad_out, dk, dv)]
+    buffering = _DKV[q.shape[-1]]
+    if not gradients:
+        # Blocks of score gradients are narrow.
+        buffering = _named(problem, "dkv", tuning.current().dkv_tile) or buffering
+    config = _config(problem, level, buffering, signs=signs, gradients=gradients)
+    tiled = [(q, config.COLS), (k, config.ROWS), (v, config.ROWS), (grad_out, config.COLS)]
+    tiled += [(dk, config.ROWS), (dv, config.ROWS)]
     return _launch(
         DkvLaunch, hopper_dkv_kernel, problem, config, tiled, k.shape[1], problem.settings.max_k
     )
@@ -156,9 +172,11 @@ def dq_launch(problem: Problem, level: int, grad_out: Tensor, dq: Tensor, *, sig
     from reluformer.ops.backends.triton.hopper.backward_dq import hopper_dq_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    buffering = (_DQ_FROM_SIGNS if signs else _DQ)[q.shape[-1]]
+    usual = (_DQ_FROM_SIGNS if signs else _DQ)[q.shape[-1]]
+    buffering = _named(problem, "dq", tuning.current().dq_tile) or usual
     config = _config(problem, level, buffering, signs=signs)
-    tiled = [(tensor, _SIDE) for tensor in (q, k, v, grad_out, dq)]
+    tiled = [(q, config.ROWS), (k, config.COLS), (v, config.COLS), (grad_out, config.ROWS)]
+    tiled += [(dq, config.ROWS)]
     return _launch(
         DqLaunch, hopper_dq_kernel, problem, config, tiled, q.shape[1], problem.settings.max_q
     )
@@ -169,9 +187,10 @@ def dq_product_launch(problem: Problem, dq: Tensor, heads: int) -> Launch:
     from reluformer.ops.backends.triton.hopper.backward_dq_product import hopper_dq_product_kernel
 
     q, k = problem.q, problem.k
-    buffering = _DQ_PRODUCT[q.shape[-1], problem.settings.causal]
+    usual = _SIDE if problem.settings.causal else 2 * _SIDE
+    buffering = _DQ_PRODUCT[q.shape[-1], tuning.current().product_rows or usual]
     config = _config(problem, 0, buffering, gradients=True)
-    rows = heads * _head_blocks(problem) * _SIDE
+    rows = heads * gradient_blocks(problem) * _SIDE
     # Only its shape and strides are read.
     gradients = torch.empty((1, 1, rows, _SIDE), dtype=torch.bfloat16, device="meta")
     tiled = [(gradients, config.ROWS), (k, _SIDE), (dq, config.ROWS)]
@@ -179,6 +198,33 @@ def dq_product_launch(problem: Problem, dq: Tensor, heads: int) -> Launch:
         DqProductLaunch, hopper_dq_product_kernel, problem, config, tiled, q.shape[1],
         problem.settings.max_q,
     )  # fmt: skip
+
+
+def gradient_blocks(problem: Problem) -> int:
+    """Blocks of 64 x 64 score gradients of a head that have memory."""
+    blocks = _head_blocks(problem)
+    if _is_compact(problem):
+        queries, keys = problem.settings.max_q, problem.settings.max_k
+        key_blocks = triton.cdiv(keys, _SIDE)
+        # As `missing_blocks` of the stored gradients: 0, 1, 2, ... of the key blocks at the end.
+        last = key_blocks - triton.cdiv(max(keys - queries, 0), _SIDE)
+        blocks = key_blocks * (_padded_queries(problem) // _SIDE) - last * (last - 1) // 2
+    return blocks
+
+
+def _is_compact(problem: Problem) -> bool:
+    return problem.settings.causal and tuning.current().compact_gradients
+
+
+def _named(problem: Problem, kernel: tuning.Kernel, name: str | None) -> Buffering | None:
+    """The buffering that is requested by name, if loops of this call do not spill with it."""
+    settings = problem.settings
+    if name is None or problem.q.shape[-1] != 64 or settings.power == 1:
+        return None
+    if kernel == "dkv" and (settings.causal or settings.power == 8):
+        # There are no registers for masks and for power 8.
+        return None
+    return _NAMED[kernel, name]
 
 
 def _is_faster(problem: Problem, *, signs_pay: bool) -> bool:
@@ -199,8 +245,9 @@ def _config(
     return BackwardConfig(
         D=problem.q.shape[-1],
         GROUP=problem.group,
+        CONSUMERS=buffering.consumers,
         ROWS=buffering.rows,
-        COLS=_SIDE,
+        COLS=buffering.cols,
         STAGES=buffering.stages,
         IN_REGISTERS=buffering.in_registers,
         CAUSAL=problem.settings.causal,
@@ -209,10 +256,13 @@ def _config(
         SCALE_SCORES=problem.scales_scores,
         ROW_TERMS=level == 1,
         GRAD_SCALED=problem.has_row_factors,
-        RAGGED=problem.settings.max_k % _SIDE > 0,
+        RAGGED=problem.settings.max_k % buffering.cols > 0,
         SIGNS=signs,
         GRADIENTS=gradients,
-        SEPARATE_SCORES=problem.settings.power > 1 and problem.q.shape[-1] == 64,
+        COMPACT=gradients and _is_compact(problem),
+        SEPARATE_SCORES=(
+            problem.settings.power > 1 and problem.q.shape[-1] == 64 and buffering.cols == _SIDE
+        ),
     )
 
 
@@ -230,9 +280,11 @@ def _launch(
     `tiled` are the tensors that it reads or writes in tiles, each with the rows of a tile.
     """
     max_q, max_k = problem.settings.max_q, problem.settings.max_k
-    items = work_items(problem, heads, length, 2 * config.ROWS)
-    tiles = tiles_per_head(length, 2 * config.ROWS)
-    sizes = (items, heads, tiles, max_q, max_k, _key_blocks(problem), _head_blocks(problem))
+    rows = config.CONSUMERS * config.ROWS
+    items = work_items(problem, heads, length, rows)
+    tiles = tiles_per_head(length, rows)
+    head_blocks = gradient_blocks(problem) if config.GRADIENTS else _head_blocks(problem)
+    sizes = (items, heads, tiles, max_q, max_k, _key_blocks(problem), head_blocks)
     return launch(
         kernel,
         min(items, processors(problem.q.device)),

@@ -236,12 +236,12 @@ def _tile(problem: Problem, statistics: int) -> ForwardTile:
     if statistics > 1:
         # Blocks of sampled entropies are whole tiles of two consumers.
         return TILES[width, "two"]
-    default = _fastest_tile(width, settings)
+    default = fastest_tile(width, settings)
     requested = TILES.get((width, tuning.current().forward_tile or default))
     return requested or TILES[width, default]
 
 
-def _fastest_tile(width: int, settings: Settings) -> str:
+def fastest_tile(width: int, settings: Settings) -> str:
     """Name of the tile that was measured to be the fastest."""
     power, length = settings.power, settings.max_q
     if not versions.runs_recent_hopper():

@@ -1,6 +1,7 @@
 """Score gradients in global memory, which the dK/dV kernel stores for a dQ kernel of one product.
 
-A block of 64 queries and 64 keys takes 8 KiB. Blocks lie [head, key block, query block]. The
+A block of 64 queries and 64 keys takes 8 KiB. Blocks lie [head, key block, query block]. With
+COMPACT, the blocks of queries that causality hides all keys of a block from have no memory. The
 gradient of query 16 m + 8 j + 2 c + e and key 16 w + 8 i + r is element [w, m, r, c, j, i, e] of
 its block, in bfloat16.
 
@@ -19,9 +20,23 @@ PAIRS = gl.constexpr(2048)
 
 
 @gluon.jit
-def gradient_block(gradients, head, tile, key, sizes):
+def missing_blocks(key_block, sizes):
+    """Number of query blocks before the first that sees a key of a key block.
+
+    With more queries than keys it is smaller: the queries that see no key at all are not left out.
+    """
+    seen_by_all = (gl.maximum(sizes.n_k - sizes.n_q, 0) + SIDE - 1) // SIDE
+    return gl.maximum(key_block - seen_by_all, 0)
+
+
+@gluon.jit
+def gradient_block(gradients, head, tile, key, sizes, COMPACT: gl.constexpr):
     """Pointer to the block of query tile `tile` of query head `head` and the keys from `key`."""
     block = head.to(gl.int64) * sizes.head_blocks + key // SIDE * (sizes.term_rows // SIDE) + tile
+    if COMPACT:
+        # 1 + 2 + ... + count blocks are missing before the first one of this key block.
+        count = missing_blocks(key // SIDE, sizes)
+        block -= count * (count + 1) // 2
     return gradients + block * PAIRS
 
 

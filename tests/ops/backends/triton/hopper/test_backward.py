@@ -47,13 +47,17 @@ def gradients(
     seed: int,
     separate: bool = False,
     stored_rows: int = 0,
+    compact: bool = False,
+    cols: int = SIDE,
+    consumers: int = 2,
     sources: tuple[dict[str, Any], ...] = SOURCES,
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """(gradients of the kernels, of the reference, norm of the rows of the last one).
 
     The gradients are those of q, k, v and, if there is one, of the threshold. The latter is a sum
     over all rows, whose terms can cancel. With `stored_rows`, score gradients are stored, and a
-    consumer of the kernel for dQ owns that number of rows.
+    consumer of the kernel for dQ owns that number of rows; with `compact`, blocks that no row sees
+    have no memory. Streamed tiles have `cols` rows, and the kernel for dQ that number of consumers.
     """
     torch.manual_seed(seed)
     heads = group if group > 1 else 2
@@ -89,6 +93,11 @@ def gradients(
         terms[..., :queries] = grad_sum * factor
     key_blocks = 2 * math.ceil(keys / 128)
     head_blocks = padded // SIDE * key_blocks
+    if compact:
+        # Query block i sees key block j if its last row sees the first key.
+        first = math.ceil(max(keys - queries, 0) / SIDE)
+        counts = [padded // SIDE - max(j - first, 0) for j in range(math.ceil(keys / SIDE))]
+        head_blocks = sum(counts)
     # Sign words that the kernel does not write have all bits set.
     bits = torch.full((256 * (BATCH * heads * head_blocks + 8),), -1, dtype=torch.int16)
     # Score gradients that the kernel does not write are NaN.
@@ -100,15 +109,17 @@ def gradients(
     row_shift = torch.full((BATCH, heads, queries), float("nan"))
     describe = gluon_emulator.Descriptor
     config = BackwardConfig(
-        D=WIDTH, GROUP=group, ROWS=SIDE, COLS=SIDE, STAGES=STAGES, IN_REGISTERS=in_registers,
+        D=WIDTH, GROUP=group, CONSUMERS=2, ROWS=SIDE, COLS=cols, STAGES=STAGES,
+        IN_REGISTERS=in_registers,
         CAUSAL=causal, POWER=power, HAS_THRESHOLD=threshold is not None, SCALE_SCORES=power > 2,
-        ROW_TERMS=sums, GRAD_SCALED=per_row, RAGGED=keys % SIDE > 0, SIGNS=signs,
-        GRADIENTS=stored_rows > 0, SEPARATE_SCORES=separate,
+        ROW_TERMS=sums, GRAD_SCALED=per_row, RAGGED=keys % cols > 0, SIGNS=signs,
+        GRADIENTS=stored_rows > 0, COMPACT=compact, SEPARATE_SCORES=separate,
     )  # fmt: skip
-    inputs = [(q, SIDE), (k, SIDE), (v, SIDE), (grad, SIDE)]
+    of_keys = [(q, cols), (k, SIDE), (v, SIDE), (grad, cols)]
+    of_queries = [(q, SIDE), (k, cols), (v, cols), (grad, SIDE)]
     launches = [
-        (0, "hopper_dkv_kernel", [*inputs, (results[1], SIDE), (results[2], SIDE)]),
-        (1, "hopper_dq_kernel", [*inputs, (results[0], SIDE)]),
+        (0, "hopper_dkv_kernel", [*of_keys, (results[1], SIDE), (results[2], SIDE)]),
+        (1, "hopper_dq_kernel", [*of_queries, (results[0], SIDE)]),
     ]
     if stored_rows:
         tiled = [(score_gradients, stored_rows), (k, SIDE), (results[0], stored_rows)]
@@ -116,7 +127,8 @@ def gradients(
     for at, name, tiled in launches:
         resident_heads, length = (heads, queries) if at else (kv_heads, keys)
         rows = stored_rows if at == 2 else SIDE
-        tiles = math.ceil(length / (2 * rows))
+        parts = consumers if at == 1 else 2
+        tiles = math.ceil(length / (parts * rows))
         items = BATCH * resident_heads * (math.ceil(tiles / 2) if causal else tiles)
         sizes = (items, resident_heads, tiles, queries, keys, key_blocks, head_blocks, padded)
         tensors = (
@@ -136,7 +148,7 @@ def gradients(
             *map(torch.tensor, sizes),
             Scalars(scale, unit, 0.0, 0.5, None),
             seed=seed,
-            CONFIG=config._replace(ROWS=rows),
+            CONFIG=config._replace(ROWS=rows, CONSUMERS=parts),
         )
     if thresholds is not None:
         results.append(-row_shift.sum((0, 2)))
@@ -187,18 +199,24 @@ def check(*args: int, **options: Any) -> None:
     seed=st.integers(0, 1000),
     separate=st.booleans(),
     stored_rows=st.sampled_from((0, 64, 128)),
+    compact=st.booleans(),
+    is_wide=st.booleans(),
+    consumers=st.sampled_from((2, 3)),
 )
 def test_kernels_in_emulator_match_reference(
     queries: int, keys: int, programs: int, causal: bool, power: int, threshold: float | None,
     padded: bool, group: int, sums: bool, signs: bool, in_registers: bool, seed: int,
-    separate: bool, stored_rows: int,
+    separate: bool, stored_rows: int, compact: bool, is_wide: bool, consumers: int,
 ) -> None:  # fmt: skip
     lengths = (keys * 2 // 3, seed % (keys + 1)) if padded else None
+    signs = signs and power == 1 and not stored_rows
+    is_wide = is_wide and not signs and not stored_rows
     check(
         queries, keys, programs, causal=causal, power=power, threshold=threshold, lengths=lengths,
-        group=group, sums=sums, signs=signs and power == 1 and not stored_rows,
-        in_registers=in_registers, seed=seed, separate=separate and power > 1,
-        stored_rows=stored_rows,
+        group=group, sums=sums, signs=signs, in_registers=in_registers, seed=seed,
+        separate=separate and power > 1, stored_rows=stored_rows,
+        compact=compact and causal and stored_rows > 0, cols=128 if is_wide else SIDE,
+        consumers=2 if signs else consumers,
     )  # fmt: skip
 
 
@@ -270,6 +288,10 @@ MISTAKES = {
     "stored gradients of keys that no row sees are read": Mistake(
         2, "if MASKED:\n", "if MASKED and PADDED:\n", "relative error of dq"
     ),
+    "memory of compact stored gradients is read as if it were full": Mistake(
+        2, "                place -= missing_blocks(j + 1, sizes) * SIDE\n",
+        "                place -= 0\n", "relative error of dq"
+    ),
     "stored gradients of the last tile of a power are lost": Mistake(
         0, "            if CONFIG.GRADIENTS:\n                store_gradients(ds, block, ",
         "            if CONFIG.SIGNS:\n                store_gradients(ds, block, ",
@@ -288,13 +310,13 @@ MISTAKES = {
 def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at, right, wrong, error = MISTAKES[name]
     broken = gluon_emulator.kernels(FILES[at], (right, wrong))
-    in_registers, stored = "registers" in name, "stored" in name
+    in_registers, stored, compact = (each in name for each in ("registers", "stored", "compact"))
     power = 4 if "power" in name else 1
     options: dict[str, Any] = {
         "causal": not in_registers, "power": power, "separate": power > 1, "threshold": None,
         "group": 2, "sums": False,
         "lengths": (310, 150) if "padding" in name else None, "signs": False,
-        "in_registers": in_registers, "stored_rows": 128 * stored,
+        "in_registers": in_registers, "stored_rows": 128 * stored, "compact": compact,
     }  # fmt: skip
     # With one streamed tile per step the producer loads the next resident tiles at once.
     sizes = ((600, 40, 1) if at else (40, 600, 1)) if in_registers else (330, 330, 2)
@@ -307,14 +329,23 @@ def test_emulator_finds_mistake(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             check(*sizes, **options, seed=seed, sources=sources)
 
 
-def memory(stored: str, limit: int) -> dict[str, int]:
-    """Options of `tuning.override` by which dK/dV stores nothing, signs or score gradients."""
+def overrides(kind: str, limit: int) -> dict[str, Any]:
+    """Options of `tuning.override` by which dK/dV stores nothing, signs or score gradients.
+
+    "compact" stores score gradients of visible blocks; "wide" and "three" nothing, with such tiles.
+    """
+    is_compact = kind == "compact"
     return {
-        "sign_bytes": limit * (stored == "signs"),
-        "gradient_bytes": limit * (stored == "gradients"),
+        "sign_bytes": limit * (kind == "signs"),
+        "gradient_bytes": limit * (kind == "gradients" or is_compact),
+        "compact_gradients": is_compact,
+        "product_rows": 128 if is_compact else None,
+        "dkv_tile": "wide" if kind == "wide" else None,
+        "dq_tile": kind if kind in ("wide", "three") else None,
     }
 
 
+KINDS = ("nothing", "signs", "gradients", "compact", "wide", "three")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CASES = [
     Case("full", statistics=1),
@@ -342,10 +373,13 @@ LENGTHS = (
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("stored", ["nothing", "signs", "gradients"])
+@pytest.mark.parametrize("stored", KINDS)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_on_gpu_match_reference(case: Case, width: int, stored: str) -> None:
+    has_kernels = case.causal if stored == "compact" else width == 64 and case.power > 1
+    if stored in ("compact", "wide", "three") and not has_kernels:
+        pytest.skip("the kernels are those of another kind")
     run_backward.BACKWARD_LAUNCHES.clear()
     for queries, keys in LENGTHS:
         if queries == 1 and (case.gamma or case.row_normalise):
@@ -357,17 +391,18 @@ def test_kernels_on_gpu_match_reference(case: Case, width: int, stored: str) -> 
         )
         for transposed in (True, False):
             call = arguments(odd, torch.bfloat16, "cuda", transposed=transposed)
-            with tuning.override(hopper=True, **memory(stored, 64 << 20)):
+            with tuning.override(hopper=True, **overrides(stored, 64 << 20)):
                 check_gradients(op.attend, call, 9e-3, 18e-3)
     launches = (x for pair in run_backward.BACKWARD_LAUNCHES.values() for x in pair)
     launched = {x.kernel.__name__ for x in launches if isinstance(x, HopperLaunch)}
-    dq = "hopper_dq_product_kernel" if stored == "gradients" else "hopper_dq_kernel"
+    is_product = stored in ("gradients", "compact")
+    dq = "hopper_dq_product_kernel" if is_product else "hopper_dq_kernel"
     assert launched == {"hopper_dkv_kernel", dq}
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("stored", ["nothing", "signs", "gradients"])
+@pytest.mark.parametrize("stored", KINDS[:4])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_tiles_per_program_match_portable_kernels(
@@ -380,7 +415,7 @@ def test_many_tiles_per_program_match_portable_kernels(
     leaves = [each.detach().requires_grad_() for each in (q, k, v)]
     results = []
     for hopper in (True, True, False):
-        with tuning.override(hopper=hopper, **memory(stored, 16 << 20)):
+        with tuning.override(hopper=hopper, **overrides(stored, 16 << 20)):
             out = relu_attention(*leaves, causal=causal, impl="triton")
             results.append(torch.autograd.grad(out, leaves, grad))
     assert all(torch.equal(*pair) for pair in zip(results[0], results[1], strict=True))
@@ -404,7 +439,10 @@ def test_stored_gradients_change_only_the_order_of_sums(
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
     leaves.append(torch.linspace(-3, 1, 8, device="cuda").requires_grad_())
     found = []
-    for limit in (0, 1 << 30, 16 << 20):
+    choices: list[dict[str, Any]] = [{"gradient_bytes": each} for each in (0, 1 << 30, 16 << 20)]
+    choices += [{**choices[1], "product_rows": rows} for rows in (64, 128)]
+    choices += [{**each, "compact_gradients": True} for each in choices[1:]]
+    for choice in choices:
         out = relu_attention(
             *leaves[:3], threshold=leaves[3], power=4, row_normalise=1e-4, causal=causal,
             key_lengths=lengths, impl="triton",
@@ -412,10 +450,11 @@ def test_stored_gradients_change_only_the_order_of_sums(
         # The allocator hands this memory out again.
         poison = torch.full((1 << 28,), float("nan"), device="cuda")
         del poison
-        with tuning.override(hopper=True, gradient_bytes=limit):
+        with tuning.override(hopper=True, **choice):
             found.append(torch.autograd.grad(out, leaves, grad.transpose(1, 2)))
-    recomputed, stored, in_parts = found
-    assert all(torch.equal(*pair) for pair in zip(stored, in_parts, strict=True))
+    recomputed, stored, *others = found
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(stored, other, strict=True))
     for at, (one, other) in enumerate(zip(recomputed, stored, strict=True)):
         if at in (1, 2):
             assert torch.equal(one, other)
