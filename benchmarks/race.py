@@ -203,7 +203,7 @@ def race(roots: list[Path], lengths: list[int], rounds: int) -> list[dict[str, A
     processes = [start(root) for root in roots]
     rows = []
     for case in cases(lengths):
-        # Python is only felt where kernels are short.
+        # The time of Python matters only where kernels are short.
         for kind in ("kernel", "call") if case["length"] == min(lengths) else ("kernel",):
             for backward in (False, True):
                 # Softmax is the same in both checkouts.

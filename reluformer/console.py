@@ -4,12 +4,15 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
@@ -35,8 +38,8 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 _PATIENCE, _PLAIN_EVERY = 2.0, 15.0
 # Seconds after which a delayed interruption is delivered again.
 _IMPORT_POLL = 0.05
-# Most characters of names that a table keeps on one line.
-_NAME_WIDTH = 20
+# Width of output that is not shown on a terminal, and of the space between columns of a table.
+_UNLIMITED, _COLUMN_GAP = 10_000, 2
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
@@ -301,19 +304,60 @@ def progress(unit: str) -> Iterator[Progress]:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; the first column is text, the others are numbers."""
+    """Print a table; the first column is text, the others are numbers.
+
+    In a narrow terminal, cells are wrapped between words. Output that does not go to a terminal is
+    as wide as the table.
+    """
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    is_short = all(len(row[0]) <= _NAME_WIDTH for row in rows)
-    for index, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="right" if index else "left",
-            overflow="fold",
-            no_wrap=index == 0 and is_short,
-        )
+    available = _columns_of_output()
+    widths = _column_widths(columns, rows, available)
+    console = Console(width=max(available, sum(widths) + _COLUMN_GAP * len(widths)))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(column, justify="right" if index else "left", width=width)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    if title:
+        print(title)
+    console.print(table)
+    print()
+
+
+def print_definitions(texts: Mapping[str, str]) -> None:
+    """Print names and their texts in two columns; in a terminal, long texts are wrapped."""
+    width = max(map(len, texts)) + _COLUMN_GAP
+    columns = max(_columns_of_output(), 2 * width)
+    for name, text in texts.items():
+        print(
+            textwrap.fill(
+                text,
+                columns,
+                initial_indent=f"{name:{width}}",
+                subsequent_indent=" " * width,
+            )
+        )
+
+
+def _columns_of_output() -> int:
+    """Width of the terminal; files and pipes have no limit."""
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return _UNLIMITED
+    return shutil.get_terminal_size().columns
+
+
+def _column_widths(columns: list[str], rows: list[list[str]], available: int) -> list[int]:
+    """Widths of columns that are as narrow as `available` needs, and keep words whole."""
+    # Rows may be shorter than the header.
+    texts = list(zip_longest(columns, *rows, fillvalue=""))
+    widths = [max(map(len, cells)) for cells in texts]
+    longest_words = [max(map(len, " ".join(cells).split()), default=0) for cells in texts]
+    # The entries of the first column stay on one line.
+    least = [widths[0], *longest_words[1:]]
+    while sum(widths) + _COLUMN_GAP * len(widths) > available and widths != least:
+        wrappable = [index for index in range(len(widths)) if widths[index] > least[index]]
+        widths[max(wrappable, key=widths.__getitem__)] -= 1
+    return widths

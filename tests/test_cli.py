@@ -73,6 +73,12 @@ def test_version_and_help() -> None:
     assert run("--show-completion").exit_code in (0, 1)
 
 
+def test_the_list_of_commands_shows_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = run("--help").stdout.partition("Commands:")[2]
+    assert "translate" in listed and "..." not in listed
+
+
 def test_the_command_line_runs_as_a_module_with_few_imports() -> None:
     code = "import sys, reluformer.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -193,7 +199,9 @@ def test_translate_writes_into_a_fifo_and_through_a_link(model: Path, tmp_path: 
     assert Path("/dev/null").is_char_device()
 
 
-def test_recipes_are_listed() -> None:
+def test_recipes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a terminal each recipe is one line.
+    monkeypatch.delenv("COLUMNS", raising=False)
     listed = dict(line.split(None, 1) for line in run("recipes").stdout.splitlines())
     assert listed == json.loads(run("recipes", "--json").stdout)
     assert listed.keys() == set(recipes.names())

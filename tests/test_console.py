@@ -58,6 +58,54 @@ def test_a_bar_on_a_terminal_is_removed(
     assert "working" in terminal.getvalue() and "10/10" in terminal.getvalue()
 
 
+TABLE = (
+    "Memories",
+    ["memory, values", "dev nll", "difference (95 %)"],
+    [["softmax_ln, alike", "2.695", "+1.04 (-2.45 to +2.90), p = 0.588"], ["relu", "2.680"]],
+)
+
+
+def test_tables_wrap_between_words_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    console.print_table(*TABLE)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert lines[0] == "Memories" and lines[-1] == ""
+    shown = " ".join(lines)
+    assert all(text in shown for text in ("softmax_ln, alike", "+1.04", "(-2.45", "0.588"))
+
+
+def test_tables_that_cannot_fit_keep_their_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    console.print_table(*TABLE)
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("softmax_ln, alike", "difference", "+2.90),"))
+
+
+def test_tables_in_files_are_not_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    console.print_table(*TABLE)
+    assert "+1.04 (-2.45 to +2.90), p = 0.588" in capsys.readouterr().out
+
+
+def test_definitions_are_indented_below_their_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {"a": "first and second", "long": "third"}
+    monkeypatch.setenv("COLUMNS", "16")
+    console.print_definitions(texts)
+    assert capsys.readouterr().out == "a     first and\n      second\nlong  third\n"
+    monkeypatch.delenv("COLUMNS")
+    console.print_definitions(texts)
+    assert capsys.readouterr().out == "a     first and second\nlong  third\n"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [

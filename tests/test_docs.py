@@ -136,6 +136,14 @@ def test_named_files_exist() -> None:
             assert any((root / path).exists() for root in roots), f"{page.name}: {path}"
 
 
+def test_the_index_of_the_log_has_every_entry_once() -> None:
+    text = (ROOT / "docs" / "log.md").read_text("utf-8")
+    index = text[text.index("## Index") : text.index("\n## 20")]
+    listed = re.findall(r"^- [\d-]+: \[(.*)\]\(#.*\)$", index, flags=re.MULTILINE)
+    entries = re.findall(r"^## 20[\d-]+: (.*)$", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(entries)
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
 

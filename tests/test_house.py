@@ -148,6 +148,16 @@ def test_no_docstring_begins_with_of() -> None:
     assert not found, "\n".join(found)
 
 
+def test_examples_are_in_a_section_that_the_site_shows_as_code() -> None:
+    found = [
+        f"{name(path)}:{line}"
+        for path in sources("reluformer")
+        for line, text in docstrings(path)
+        if ">>> " in text and "Examples:\n" not in text
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_counts_are_named_instead_of_so_many() -> None:
     found = [
         f"{name(path)}:{number}: {line.strip()[:80]}"

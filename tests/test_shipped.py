@@ -46,7 +46,7 @@ def test_loading_takes_less_than_a_second(translator: Translator) -> None:
         began = time.perf_counter()
         Translator.load(device="cpu")
         seconds.append(time.perf_counter() - began)
-    # The best of three: other processes and the garbage of other tests may disturb a single one.
+    # The fastest of three, because other processes and garbage collection may slow one down.
     assert min(seconds) < 1.0
 
 

@@ -18,7 +18,7 @@ from reluformer.data.synthetic import sample
 from reluformer.files import PARTIAL
 
 UNCHANGED, COMPLETE = "unchanged", "complete"
-# Commands import these when they start; in a fork they are there.
+# Imported here, because forked commands would otherwise spend their time on these imports.
 for _module in ("reluformer.train.loop", "reluformer.translation.translator"):
     importlib.import_module(_module)
 

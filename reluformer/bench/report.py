@@ -180,7 +180,7 @@ def _rate(case: Case, row: Row) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> list[str]:
-    """Lines of a table; a refusal in the second column may exceed the width of its column."""
+    """Lines of a table. Columns are as wide as their cells, except that refusals may be longer."""
     refused = "refused: "
     widths = [
         max(len(row[column]) for row in rows if not row[column].startswith(refused))

@@ -15,7 +15,7 @@ from reluformer.errors import UserError
 
 def bench(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny cases that take seconds, to check the set-up.")
+        bool, typer.Option("--quick", help="Tiny cases, to check the set-up in less than a minute.")
     ] = False,
     seconds: Annotated[float, typer.Option(help="Approximate time for all cases.")] = 480.0,
     only: Annotated[

@@ -110,15 +110,16 @@ def _show(result: "Evaluation") -> None:
         for scores in zip(*(system.scores for system in result.systems), strict=True)
     ]
     for lengths in zip(*(system.by_length for system in result.systems), strict=True):
-        label = f"d-BLEU of {lengths[0].documents} with {lengths[0].words} words"
+        label = f"d-BLEU, {lengths[0].documents} documents of {lengths[0].words} words"
         rows.append([label, *(f"{score.value:.2f}" for score in lengths)])
     print_table(count, columns, rows)
+    baseline = result.systems[0].name
     for comparison in result.comparisons:
         low, high = comparison.interval
         print(
-            f"{comparison.label}: {comparison.system} {comparison.value:.2f} against "
-            f"{comparison.baseline_value:.2f}, difference {low:+.2f} to {high:+.2f}, "
-            f"p = {comparison.p_value:.4f}"
+            f"{comparison.label}: {comparison.system} - {baseline} = "
+            f"{comparison.value - comparison.baseline_value:+.2f} "
+            f"(95 % interval {low:+.2f} to {high:+.2f}), p = {comparison.p_value:.4f}"
         )
     for score in result.systems[0].scores:
         print(f"{score.label}: {score.signature}")

@@ -10,7 +10,10 @@ def export_hf(
     run: Annotated[Path, typer.Argument(help="Folder of a run, a model or a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
 ) -> None:
-    """Write a trained model and its tokenizer as a folder for Hugging Face transformers."""
+    """Write a trained model as a folder for transformers.
+
+    The folder has the tokenizer, too. A program that imports reluformer.hf can load it.
+    """
     from reluformer.errors import UserError
 
     try:

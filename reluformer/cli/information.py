@@ -15,17 +15,20 @@ def info(json_: Json = False) -> None:
         print(json.dumps(topics, indent=2))
         return
     for topic, value in topics.items():
-        if isinstance(value, dict):
-            print(f"{topic}:")
-            for name, detail in value.items():
-                print(f"  {name}: {_plain(detail)}")
-        else:
-            print(f"{topic}: {_plain(value)}")
+        _show(topic, value)
+
+
+def _show(topic: str, value: Any, indent: str = "") -> None:
+    """Print a topic on one line, or a line for each entry of a mapping."""
+    if isinstance(value, dict):
+        print(f"{indent}{topic}:")
+        for name, detail in value.items():
+            _show(name, detail, indent + "  ")
+    else:
+        print(f"{indent}{topic}: {_plain(value)}")
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(f"{name} {detail}" for name, detail in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "not installed" if value is None else str(value)

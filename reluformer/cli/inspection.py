@@ -31,7 +31,7 @@ def inspect(
     device: Device = None,
     json_: Json = False,
 ) -> None:
-    """Measure what a trained model does with its attentions and memories.
+    """Measure the attentions and memories of a trained model.
 
     Variance ratios per layer, top-p % shares, anisotropy of the values, entropy, exact zeros, row
     sums, dead rows and dead slots per head. For example: reluformer inspect runs/tiny --maps

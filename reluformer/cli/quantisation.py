@@ -10,10 +10,10 @@ def quantise(
     run: Annotated[Path, typer.Argument(help="Folder of a run, a finished model or a checkpoint.")],
     out: Annotated[Path, typer.Option(help="Folder to create.")],
 ) -> None:
-    """Write a model with its weights in int8: a quarter of the size, faster on a CPU.
+    """Write a model with int8 weights, faster on a CPU.
 
-    For example: reluformer quantise runs/mine --out mine-int8. The new folder is used like that of
-    a run: reluformer translate --model mine-int8.
+    It has a quarter of the size. For example: reluformer quantise runs/mine --out mine-int8. The
+    new folder is used like that of a run: reluformer translate --model mine-int8.
     """
     from reluformer.quantise import quantise_run
 

@@ -38,8 +38,9 @@ def serve(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Serve a web page and LibreTranslate's API for translation, on this machine only by default.
+    """Serve a web page and LibreTranslate's API for translation.
 
+    Only programs on this machine reach the server, unless --host opens it to others.
     Nothing that is sent is logged or kept. Ctrl+C stops the server; translations that are being
     computed have ten seconds to finish.
     """

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from reluformer.console import FAILURE
+from reluformer.console import FAILURE, print_definitions
 from reluformer.errors import UserError
 
 _MOST_JOBS = 256
@@ -54,7 +54,7 @@ def study(
         Path | None, typer.Option(help="Folder of the cells; repeat the command to resume.")
     ] = None,
 ) -> None:
-    """Run or resume studies of the paper's claims, and say what holds.
+    """Test the paper's claims by experiments, or resume them.
 
     Every training is a cell in a folder of its own; cells that have ended are never run again.
     Several studies share one queue. The exit status is 1 if a cell failed. For example: reluformer
@@ -63,9 +63,7 @@ def study(
     if list_:
         from reluformer.study.questions import QUESTIONS
 
-        width = max(map(len, QUESTIONS))
-        for row, question in QUESTIONS.items():
-            print(f"{row:{width}}  {question}")
+        print_definitions(QUESTIONS)
         return
     from reluformer.config.yaml_lines import parse_assignments
     from reluformer.study.budgets import lookup_budget
@@ -107,9 +105,10 @@ def report(
     out: Annotated[Path, typer.Option(help="HTML file to write.")],
     markdown: Annotated[Path | None, typer.Option(help="Also write Markdown here.")] = None,
 ) -> None:
-    """Write one self-contained page about studies: verdicts, tables, plots, attention maps.
+    """Write one HTML page about studies.
 
-    For example: reluformer report studies --out report.html.
+    It has verdicts, tables, plots and attention maps, and needs no other file. For example:
+    reluformer report studies --out report.html.
     """
     from reluformer.files import check_outputs, write_text
     from reluformer.report.gather import gather

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from reluformer.cli.options import Json
+from reluformer.console import print_definitions
 
 
 def train(
@@ -42,6 +43,4 @@ def recipes(json_: Json = False) -> None:
     if json_:
         print(json.dumps(summaries, indent=2))
         return
-    width = max(map(len, summaries))
-    for name, summary in summaries.items():
-        print(f"{name:{width}}  {summary}")
+    print_definitions(summaries)

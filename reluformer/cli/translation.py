@@ -94,7 +94,10 @@ def translate(
         Path | None, typer.Option(help="JSON file to write all attention maps to.")
     ] = None,
 ) -> None:
-    """Translate text, one output line for each input line, or a document with its structure.
+    """Translate sentences, or a document with its structure.
+
+    Every line of the input is a sentence and gives one line of output, unless the format is text,
+    markdown, html or srt.
 
     Reads standard input and writes standard output unless --input and --output are given. With
     --document, `<d>` lines and blank lines separate documents.

@@ -68,10 +68,11 @@ class Pace:
 class Document:
     """A document and the translations of its sentences.
 
-    >>> document = Document("A *short* text.", "markdown")
-    >>> for sentence in document.translate(translator):
-    ...     print(sentence.target)
-    >>> document.result()
+    Examples:
+        >>> document = Document("A *short* text.", "markdown")
+        >>> for sentence in document.translate(translator):
+        ...     print(sentence.target)
+        >>> document.result()
     """
 
     def __init__(self, text: str, name: str = "text", language: str = "en") -> None:

@@ -85,7 +85,7 @@ class ReLUAttentionCallback(TrainerCallback):  # type: ignore[misc]  # transform
             self.summary = summarise(self._records)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the losses to a loop that does not scale its own."""
+        """Reset the scale of the losses, for training loops without accumulation."""
         for part in self._parts:
             part.row_loss_scale = 1.0
 

@@ -10,8 +10,9 @@ from transformers.pipelines import PIPELINE_REGISTRY
 class TranslationPipeline(Pipeline):  # type: ignore[misc]  # transformers has no types
     """Translates text with a sequence-to-sequence model and its tokenizer.
 
-    >>> translate = transformers.pipeline("translation", "exported/model")
-    >>> translate("It costs three euros.")
+    Examples:
+        >>> translate = transformers.pipeline("translation", "exported/model")
+        >>> translate("It costs three euros.")
     [{'translation_text': ...}]
 
     Keyword arguments of a call are those of `generate`.

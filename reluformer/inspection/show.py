@@ -21,7 +21,7 @@ def print_inspection(result: "Inspection") -> None:
     )
     print_table(
         "Variance over features, mean over tokens",
-        ["branch", "branch", "residual", "ratio"],
+        ["layer", "branch", "residual", "ratio"],
         [
             [b.name, f"{b.branch:.4g}", f"{b.residual:.4g}", f"{b.ratio:.4g}"]
             for b in result.branches
@@ -61,7 +61,9 @@ def print_inspection(result: "Inspection") -> None:
             for m in result.memories
         ],
     )
+    print("sum: of a row's weights; zeros: share of the visible keys or slots")
     print("cosine: mean pairwise cosine of the values (anisotropy)")
+    print(f"{top}: share of the weight on the largest {result.percents[at]:g} % of keys or slots")
 
 
 def plot_inspection(result: "Inspection", folder: Path) -> list[Path]:

@@ -50,7 +50,7 @@ class AttentionConfig:
     row_normalise: float | None = 1e-4
     """Divide each row by its sum plus this number; None leaves rows unnormalised."""
     gamma: Literal["fixed", "model", "layer", "head"] = "layer"
-    """What shares one learned gamma; `fixed` keeps the initial value."""
+    """Part of the model that shares one learned gamma; `fixed` keeps the initial value."""
     gamma_init: float = 1.0
     """First value of gamma, unless it is calibrated."""
     row_sum_init: float | None = 1.0
@@ -123,7 +123,13 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a ReLUFormer (encoder-decoder) or a ReLUFormerLM (decoder only)."""
+    """Configuration of a ReLUFormer (encoder-decoder) or a ReLUFormerLM (decoder only).
+
+    Examples:
+        >>> ModelConfig(vocabulary=10_000, width=256, attention=AttentionConfig(kind="softmax"))
+
+    `ModelConfig.paper` is the published model. A value that is not allowed raises a `UserError`.
+    """
 
     vocabulary: int
     """Number of token ids."""

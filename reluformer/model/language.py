@@ -17,7 +17,13 @@ from reluformer.model.records import DEFAULT_OPTIONS, ForwardOptions, Output, Re
 
 
 class ReLUFormerLM(Model):
-    """Decoder-only Transformer of the same blocks as ReLUFormer; `encoder_layers` is not used."""
+    """Decoder-only Transformer of the same blocks as ReLUFormer; `encoder_layers` is not used.
+
+    Examples:
+        >>> model = ReLUFormerLM(ModelConfig(vocabulary=1000, width=64, heads=4, slots=128))
+        >>> logits = model(tokens).logits  # tokens [B, T], logits [B, T, 1000]
+        >>> generated = model.generate(tokens, max_new_tokens=20)
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

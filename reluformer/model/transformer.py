@@ -33,8 +33,9 @@ class Encoded(NamedTuple):
 class ReLUFormer(Model):
     """Encoder-decoder Transformer, by default with ReLU in place of every softmax.
 
-    >>> model = ReLUFormer(ModelConfig(vocabulary=1000, width=64, heads=4, slots=128))
-    >>> logits = model(source, target, source_lengths=lengths).logits
+    Examples:
+        >>> model = ReLUFormer(ModelConfig(vocabulary=1000, width=64, heads=4, slots=128))
+        >>> logits = model(source, target, source_lengths=lengths).logits
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -50,7 +50,7 @@ class TorchMask(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """What a mask [..., rows, keys] contains."""
+    """Properties of the contents of a mask [..., rows, keys]."""
 
     has_bias: bool
     """Whether a visible score gets a bias other than 0."""

@@ -49,10 +49,14 @@ class Replacement:
 def replace_attention(
     model: nn.Module, attention: str = RECOMMENDED, **options: Any
 ) -> Replacement:
-    """Give every attention of a model another kind, in place; the weights stay.
+    """Replace every attention of a model, in place; the weights stay.
 
-    Replaced are `torch.nn.MultiheadAttention` (also in torch's transformer layers, whose fast path
-    is switched off), the attentions of transformers, and modules that call
+    Examples:
+        >>> model = torch.nn.Transformer(512, 8)
+        >>> print(replace_attention(model, "normalised_relu", power=4))
+
+    The function replaces `torch.nn.MultiheadAttention` (also in torch's transformer layers, whose
+    fast path is switched off), the attentions of transformers, and modules that call
     `scaled_dot_product_attention` once, such as those of timm. Learned options of the new attention
     are new parameters: create the optimizer afterwards. A `torch.nn.MultiheadAttention` inside a
     model of transformers stays, because the configuration that is saved with the model cannot name

@@ -250,7 +250,7 @@ def _calls_in(function: Callable[..., Any]) -> int | None:
     if source is None:
         return None
     own = functional.scaled_dot_product_attention
-    # It may be imported under another name.
+    # The source may call the function by a name under which its module imported it.
     variables = getattr(inspect.unwrap(function), "__globals__", {})
     names = {name for name, value in variables.items() if value is own}
     return sum(len(re.findall(rf"\b{name}\(", source)) for name in names | {own.__name__})

@@ -123,7 +123,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` without nested tensors.
+    """`torch.nn.TransformerEncoder` with another attention than softmax, without nested tensors.
 
     Args:
         encoder_layer: Layer of this module or of torch, which is copied.

@@ -124,7 +124,11 @@ def attention(
     check: bool = False,
     **options: Any,
 ) -> Tensor | AttentionResult:
-    """Attend with the member of the family called `name` (see `reluformer.ATTENTIONS`).
+    """Attend with the attention called `name`, a key of `reluformer.ATTENTIONS`.
+
+    Examples:
+        >>> out = attention("entmax15", q, k, v, causal=True)
+        >>> out = attention("sink", q, k, v, sink=torch.zeros(8))  # an option of "sink"
 
     A query row that sees no key gives zeros. NaN or infinity in keys and values that a row cannot
     see does not change the row. The exception is a fused kernel (Triton or SDPA) on a GPU: if
@@ -227,9 +231,21 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
     """ReLUFormer's attention: weights ReLU(s) / (gamma sqrt(n/2)), n the keys the row can see.
 
     In full, w = f(s - threshold)^power / (gamma (n/2)^length_exponent), f a (leaky) ReLU and
-    s = scale q.k + bias.
+    s = scale q.k + bias. With `row_normalise`, each row of weights is divided by its sum.
+
+    The defaults are the attention of the paper, which is the fastest and needs care in training.
+    `attention("normalised_relu", q, k, v)` is the recommended one.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 8, 100, 64) for _ in range(3))
+        >>> out = relu_attention(q, k, v, causal=True)
+        >>> out = relu_attention(q, k, v, power=4, threshold=-4.0, row_normalise=1e-4)
 
     Args:
+        q: Queries [B, H, Tq, D]; q, k and v have one dtype.
+        k: Keys [B, Hkv, Tk, D]; H is a multiple of Hkv.
+        v: Values [B, Hkv, Tk, Dv].
+        mask, causal, key_lengths, window: Keys that a row can see, as in `attention`.
         gamma: Number or [H], greater than 0; a larger gamma gives smaller weights.
         length_exponent: 0.5 is ReLUFormer, 1 (with gamma 2) is ReLU/n, 0 is plain ReLU.
         power: 1, 2, 4 or 8.
@@ -237,8 +253,15 @@ def relu_attention(  # type: ignore[misc]  # the overloads abridge the keywords
         negative_slope: Slope below the threshold, 0 for an exact ReLU.
         row_normalise: Number added to each row's sum before the row is divided by it; None, as in
             the paper, leaves the rows unnormalised.
+        scale, bias, dropout_p, impl: As in `attention`.
+        return_weights, return_stats, return_sums, entropy_every, check: As in `attention`.
 
-    The other arguments and the result are those of `attention`.
+    Returns:
+        The output [B, H, Tq, Dv]; with any `return_` argument an
+        `AttentionResult(output, weights, stats, sums)`.
+
+    Raises:
+        UserError: If an argument is not allowed, or `impl` does not support the call.
     """
     row = ATTENTIONS["relu"]
     visibility = Visibility(mask, causal, key_lengths, window)

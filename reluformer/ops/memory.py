@@ -17,16 +17,14 @@ from reluformer.ops.visibility import count_visible
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores, their visibility and the width of the queries: the input of a weight function.
-
-    values   [..., Tq, Tk]; hidden entries are 0, whatever the hidden keys contain
-    visible  bool, broadcastable to `values`, or None when every key is visible
-    width    D, the width of the queries and keys that made the scores
-    """
+    """Scores, their visibility and the width of the queries: the input of a weight function."""
 
     values: Tensor
+    """[..., Tq, Tk]; hidden entries are 0, whatever the hidden keys contain."""
     visible: Tensor | None
+    """Bool, broadcastable to `values`, or None when every key is visible."""
     width: int
+    """D, the width of the queries and keys that made the scores."""
 
     @property
     def n(self) -> Tensor:

@@ -32,12 +32,18 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class PagedCache:
-    """Keys and values of `batch` sequences in a pool of `pages` pages of `page_size` tokens.
+    """KV cache of several sequences, whose tokens lie in pages of one pool.
 
-    keys       [pages + 1, Hkv, page_size, D]; the last page holds tokens that are not stored
-    values     [pages + 1, Hkv, page_size, Dv]
-    table      [batch, largest number of pages] int32, the pages of each sequence in order
-    lengths    [batch] int32, tokens stored so far
+    Examples:
+        >>> cache = PagedCache(batch=2, kv_heads=8, width=64, pages=16)
+        >>> cache.append(keys, values)  # [2, 8, T, 64] each
+        >>> out = decode_attention(q, cache)  # q of the newest tokens
+
+    Attributes:
+        keys: [pages + 1, Hkv, page_size, D]; the last page holds tokens that are not stored.
+        values: [pages + 1, Hkv, page_size, Dv].
+        table: [batch, largest number of pages] int32, the pages of each sequence in order.
+        lengths: [batch] int32, tokens stored so far.
 
     No method synchronises with the GPU: the host allocates pages by its own token counts.
     """
@@ -55,7 +61,23 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        """`max_length` limits the tokens of one sequence; by default only the pool does."""
+        """Allocate the pool.
+
+        Args:
+            batch: Number of sequences.
+            kv_heads: Number Hkv of key heads.
+            width: Width D of a key.
+            pages: Number of pages in the pool, shared by all sequences.
+            page_size: Number of tokens in a page.
+            value_width: Width Dv of a value; None for `width`.
+            max_length: Largest number of tokens of one sequence; None limits only the sum over all
+                sequences, by the size of the pool.
+            dtype: Dtype of keys and values.
+            device: Device of the pool.
+
+        Raises:
+            UserError: If a size or the dtype is not allowed.
+        """
         tokens = whole_number(page_size)
         if tokens is None or tokens not in PAGE_SIZES:
             raise UserError(f"page_size must be one of {PAGE_SIZES}, got {quote(page_size)}")
@@ -84,9 +106,15 @@ class PagedCache:
         return self.table.shape[0]
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
-        """Allocate pages for a total number of tokens, one for all sequences or one per sequence.
+        """Allocate pages, so that sequences can grow to a total number of tokens.
 
         `append` does it by itself, except while a CUDA graph is recorded: reserve before.
+
+        Args:
+            tokens: Number of tokens that every sequence shall hold, or one number per sequence.
+
+        Raises:
+            UserError: If a number is above `max_length`, or the pool has too few free pages.
         """
         self._reserve(token_counts("tokens", tokens, self.batch))
 
@@ -98,11 +126,19 @@ class PagedCache:
         *,
         impl: str = "auto",
     ) -> None:
-        """Store the next tokens of every sequence: keys [B, Hkv, T, D], values [B, Hkv, T, Dv].
+        """Store the next tokens of every sequence.
 
-        With `counts`, sequence b stores only its first counts[b] tokens. Every replay of a CUDA
-        graph appends again; pass the number of tokens to `advance`. While autocast is enabled, keys
-        and values are cast to the dtype of the cache. `impl` is that of `decode_attention`.
+        Every replay of a CUDA graph appends again; pass the number of tokens to `advance`. While
+        autocast is enabled, keys and values are cast to the dtype of the cache.
+
+        Args:
+            keys: Keys of the new tokens [B, Hkv, T, D].
+            values: Values of the new tokens [B, Hkv, T, Dv].
+            counts: Sequence b stores only its first counts[b] tokens; None stores all.
+            impl: Backend, as in `decode_attention`.
+
+        Raises:
+            UserError: If shapes do not fit the cache, or the pool has too few free pages.
         """
         keys, values = in_dtype_of(self.keys, keys), in_dtype_of(self.keys, values)
         check_tokens({"keys": keys, "values": values}, (self.keys, self.values), self.batch)

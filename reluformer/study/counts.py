@@ -22,7 +22,7 @@ SUFFIX = ".counts.npz"
 _COLUMNS = 10
 
 
-# What numpy raises for files that are empty, cut or changed.
+# Errors of numpy for files that are empty, cut or changed.
 _READ_ERRORS = (
     EOFError,
     KeyError,

@@ -41,7 +41,7 @@ class Probe(NamedTuple):
 
 
 def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """d-BLEU and dev loss with inputs of up to `length` tokens, however long training's were."""
+    """d-BLEU and dev loss with inputs of up to `length` tokens, at any training length."""
     probe.folder.mkdir(parents=True, exist_ok=True)
     translator = _translator(probe, max_length=length)
     test = probe.tests[-1]

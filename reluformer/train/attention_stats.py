@@ -31,6 +31,12 @@ class SiteStatistics(NamedTuple):
         )
 
 
+LEGEND = (
+    "log lines: nll nats per token, norm of the gradients; attention rows: sum of weights, "
+    "H entropy in nats, zeros among weights, dead rows without weight"
+)
+"""Explanation of the words in log lines."""
+
 AttentionStats = dict[str, SiteStatistics]
 """Statistics by site: `encoder`, `decoder`, `cross`."""
 

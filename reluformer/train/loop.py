@@ -19,7 +19,7 @@ from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
 from reluformer.processes import Processes, own_rank, processes
 from reluformer.train import run_dir
-from reluformer.train.attention_stats import AttentionStats, IntervalLosses, Meter
+from reluformer.train.attention_stats import LEGEND, AttentionStats, IntervalLosses, Meter
 from reluformer.train.cuda_graph import Graphs
 from reluformer.train.data import TrainingData, load_data
 from reluformer.train.divergence import Guard
@@ -290,6 +290,7 @@ class _Loop:
             if self.config.start_from is not None:
                 self.progress.show(f"starting with the weights of {self.config.start_from}")
             self.progress.show(f"attention at the start | {_show(attention)}")
+            self.progress.show(LEGEND)
             self._write({"step": 0, "attention": _plain(attention)})
 
     def _write(self, record: dict[str, Any]) -> None:

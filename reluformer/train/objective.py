@@ -54,7 +54,7 @@ class Objective:
 
     @cached_property
     def record(self) -> Record:
-        """What attentions must report for the regularisers."""
+        """Level of statistics that the regularisers need from the attentions."""
         if not self.regularised:
             return "nothing"
         return "row_sum" if self.config.entropy_weight == 0 else "entropy"

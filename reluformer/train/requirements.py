@@ -36,7 +36,7 @@ class Requirements(NamedTuple):
     """Largest number of ids on a side that the run trains on."""
 
     def __str__(self) -> str:
-        memory = f"about {self.memory_bytes / 1e9:,.1f} GB of memory"
+        memory = f"about {max(self.memory_bytes / 1e9, 0.1):,.1f} GB of memory"
         return (
             f"{self.parameters / 1e6:,.1f} million parameters, {memory}, "
             f"at most {self.tokens:,} tokens"

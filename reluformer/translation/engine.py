@@ -1,4 +1,4 @@
-"""What computes translations of token ids: a model in torch, or the native library."""
+"""Engines that translate token ids: a model in torch, or the native library."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -35,10 +35,11 @@ _MOST_LOGITS = 2**26
 class Translator:
     """Translates text with a model, its tokenizer and a search.
 
-    >>> translate = Translator.load("runs/tiny")
-    >>> translate("It costs three euros.")
-    >>> translate(["It costs three euros.", "It leaves at noon."])
-    >>> translate.document(sentences)
+    Examples:
+        >>> translate = Translator.load("runs/tiny")
+        >>> translate("It costs three euros.")
+        >>> translate(["It costs three euros.", "It leaves at noon."])
+        >>> translate.document(sentences)
     """
 
     def __init__(
@@ -141,7 +142,14 @@ class Translator:
     @overload
     def __call__(self, text: list[str] | tuple[str, ...]) -> list[str]: ...
     def __call__(self, text: str | list[str] | tuple[str, ...]) -> str | list[str]:
-        """Translate a text, or each text of a list, line by line."""
+        """Translate texts; each line is a sentence by itself.
+
+        Args:
+            text: One text, or a list of texts.
+
+        Returns:
+            A text for a text, a list for a list, with as many lines.
+        """
         texts = [text] if isinstance(text, str) else _texts(text)
         split = [text.split("\n") for text in texts]
         translated = iter(self.lines([line for lines in split for line in lines]))
@@ -153,10 +161,16 @@ class Translator:
     @overload
     def document(self, text: list[str] | tuple[str, ...]) -> list[str]: ...
     def document(self, text: str | list[str] | tuple[str, ...]) -> str | list[str]:
-        """Translate the sentences of a document together.
+        """Translate the sentences of a document together, each with the others as context.
 
-        `text` is a list of sentences, or a text with one sentence per line. `<d>` lines and blank
-        lines separate documents and are kept.
+        Documents longer than `max_length` are translated in parts.
+
+        Args:
+            text: A list of sentences, or a text with one sentence per line. `<d>` lines and blank
+                lines separate documents and are kept.
+
+        Returns:
+            A list for a list, a text for a text, with one translation for each sentence.
         """
         if isinstance(text, str):
             return "\n".join(self.lines(text.split("\n"), together=True))

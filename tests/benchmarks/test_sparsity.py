@@ -168,7 +168,7 @@ def test_batches_add_up_and_agree_with_the_diagnostics(
         layer = found[report.site][report.layer]
         empty, of = layer["queries"].sum(1).tolist()
         assert empty / of == pytest.approx(report.dead_rows)
-        # What is proven is empty, and what all heads leave out each of them leaves out.
+        # A page that a bound proves empty is empty, and each head skips what all four skip.
         for name in ("pages of 16", "pages of 16, all heads"):
             assert (layer[f"{name}, bound"][0] <= layer[name][0]).all()
         assert layer["values, 4 heads"][0] <= layer["weights"][0].min()

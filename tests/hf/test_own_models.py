@@ -116,7 +116,7 @@ def test_losses_and_gradients_of_labels() -> None:
 
 
 def added_gradients(wrapped: Any, **inputs: Tensor) -> list[Tensor]:
-    """What the losses of the attentions add to the gradients."""
+    """Gradients that the losses of the attentions add."""
     gradients = []
     for wrapped.row_loss, wrapped.entropy_loss in ((0.3, 0.2), (0.0, 0.0)):
         wrapped.zero_grad()

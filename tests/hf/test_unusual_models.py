@@ -109,7 +109,7 @@ def test_a_refused_attention_leaves_the_model_as_it_was() -> None:
 
 
 class Wrapper(nn.Module):
-    """What PEFT makes of `modules_to_save`: a copy that runs in place of the module."""
+    """The wrapper that PEFT puts around `modules_to_save`: a copy runs in place of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ def test_tables_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not any(math.isnan(branch.ratio) for branch in result.branches)
     print_inspection(result)
     text = capsys.readouterr().out
-    assert "top 0.2 %" in text and "encoder.0" in text
+    assert "top 0.2 %: share of the weight" in text and "encoder.0" in text
     assert [path.name for path in plot_inspection(result, tmp_path)] == [
         "variance-ratio.svg",
         "top-share.svg",

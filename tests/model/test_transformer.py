@@ -141,7 +141,7 @@ def test_plain_relu_variance_grows_with_length_and_scaled_does_not() -> None:
 
 
 def test_scaled_variance_still_grows_when_keys_and_values_share_their_token() -> None:
-    """What the paper's independence hides: E[ReLU(q.k) v] is not 0, and n of them add coherently.
+    """The paper assumes independence, but E[ReLU(q.k) v] is not 0, and n such terms add coherently.
 
     Only weights that sum to a constant (length_exponent 1) keep that part bounded.
     """

@@ -13,7 +13,7 @@ Numbers = list[float]
 
 
 class Row(NamedTuple):
-    """What one query row sees: its scores, those of the second half of D, and the width D."""
+    """Visible scores of one query row: all of D, the second half of D; and the width D."""
 
     s: Numbers
     width: int

@@ -120,7 +120,7 @@ def arguments(case: Case, dtype: torch.dtype, device: str, transposed: bool = Tr
     def heads(count: int, length: int, width: int) -> Tensor:
         order = (length, count) if transposed else (count, length)
         size = case.batch * length * count * width
-        # What lies behind the tensor must never be read.
+        # Memory behind the tensor must never be read: it is NaN.
         storage = torch.full((size + 64 * count * width,), float("nan"), device=device, dtype=dtype)
         storage[:size] = (torch.randn(size) * 8).round().div(8).to(device, dtype)
         made = storage[:size].view(case.batch, *order, width)

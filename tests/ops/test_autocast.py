@@ -16,7 +16,7 @@ from tests.ops.inputs import assert_same, every_attention, make
 
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 FLOAT32, FLOAT64 = torch.float32, torch.float64
-# What rotary embeddings return under autocast, and other combinations.
+# Dtypes of q, k and v that rotary embeddings return under autocast, and other combinations.
 MIXTURES = [
     (FLOAT32, FLOAT32, BFLOAT16),
     (FLOAT32, FLOAT32, FLOAT32),

@@ -82,7 +82,7 @@ def test_the_host_learns_what_replays_appended() -> None:
     cache = PagedCache(1, 1, 8, pages=4, page_size=16)
     cache.append(*tokens([10], kv_heads=1))
     cache.reserve(17)
-    # What a replayed graph does: the device's work alone.
+    # A replayed graph repeats the work of the device only.
     keys, values = tokens([1], kv_heads=1)
     for _ in range(7):
         cache._write(keys, values, None)

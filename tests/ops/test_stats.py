@@ -142,7 +142,7 @@ def test_statistics_of_scores_of_ten_thousand_have_finite_gradients(name: str) -
 
 
 def test_entropy_needs_two_sums_only() -> None:
-    """What a fused kernel keeps per row is enough: sum w and sum w ln w."""
+    """The entropy follows from the two sums that a fused kernel keeps per row: w and w ln w."""
     weights = torch.rand(5, 7, dtype=torch.float64)
     shares = weights / weights.sum(-1, keepdim=True)
     entropy = entropy_from_sums(weights.sum(-1), sum_of_w_log_w(weights))

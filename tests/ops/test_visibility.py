@@ -1,4 +1,4 @@
-"""What a row cannot see never moves it, and n is what it can see: for every attention."""
+"""Hidden keys never change a row, and n counts its visible keys, for every attention."""
 
 import itertools
 import math
@@ -62,7 +62,7 @@ def test_a_key_is_visible_when_every_rule_allows_it(
     counted = torch.as_tensor(rules.count(rows, keys, torch.device("cpu")))
     assert_same(counted.expand(2, 3, rows), expected.sum(-1))
     if mask is None and table is not None:
-        # Without a mask the visible keys are consecutive, and a count finds NaN among them.
+        # Without a mask the visible keys of a row are a range, in which `nan_in_bounds` finds NaN.
         values = torch.zeros(2, 3, keys, 2).masked_fill(torch.rand(2, 3, keys, 2) > 0.8, torch.nan)
         bounds = rules.bounds(rows, keys, values.device)
         found = nan_in_bounds(*bounds, values).expand(2, 3, rows, 2)
@@ -305,7 +305,7 @@ def test_cached_decoding_equals_the_full_square(name: str, impl: str, window: in
 
 @every_way
 def test_rows_before_the_first_key_see_nothing(name: str, impl: str) -> None:
-    """Causal with more rows than keys: aligned to the end, the first rows have nothing behind."""
+    """The causal mask is aligned to the end: with more rows than keys, the first see none."""
     q, k, v = make(rows=5, keys=3)
     output = attention(name, q, k, v, causal=True, impl=impl)
     assert not output[:, :, :2].any()

@@ -1,4 +1,4 @@
-"""What a report reads."""
+"""Studies and runs that a report gathers."""
 
 import json
 from collections.abc import Callable

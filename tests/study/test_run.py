@@ -228,7 +228,11 @@ def test_zero_minutes_print_only_the_needs(
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_studies_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_studies_are_listed_one_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Without a terminal each study is one line.
+    monkeypatch.delenv("COLUMNS", raising=False)
     command.study(list_=True)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(STUDIES)
 

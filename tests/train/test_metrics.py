@@ -99,9 +99,10 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("this run needs: ")
     assert lines[1].startswith("attention at the start | cross sum 0.6")
-    assert lines[2].startswith("step 2 loss ") and " tok/s | cross sum " in lines[2]
-    assert lines[3].startswith("step 2 dev nll ") and lines[3].endswith("(best)")
-    assert lines[4].startswith("finished at step 2")
+    assert lines[2].startswith("log lines: nll ")
+    assert lines[3].startswith("step 2 loss ") and " tok/s | cross sum " in lines[3]
+    assert lines[4].startswith("step 2 dev nll ") and lines[4].endswith("(best)")
+    assert lines[5].startswith("finished at step 2")
     train(recipe, tmp_path)
     again = f"{tmp_path} is finished already: {tmp_path / 'model'}\n"
     assert capsys.readouterr().err == again

@@ -1,4 +1,4 @@
-"""What a run needs: exact parameters, and refusal of models that cannot fit."""
+"""Estimated needs of a run: exact parameters, and refusal of models that cannot fit."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What document models do with context."""
+"""How document models use context."""
 
 from reluformer.study.catalogue.tables import decimals, group_table, mean_of, percent
 from reluformer.study.cells import Cell

@@ -161,7 +161,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, d_offset, is_spoilt = gradients
             if totals is not None:
                 if plan.row_normalise:
-                    # What the rounding of the output added to the gradients of all scores.
+                    # The rounding of the output has shifted the gradients of all scores.
                     d_offset += ((row_dot - totals.dots) * ratio * totals.slopes).double().sum(-1)
                 row_dot = totals.dots
         else:

@@ -157,7 +157,7 @@ class Scratch(NamedTuple):
     terms: Tensor | None
     """[sequences * H, level, padded rows], float32: see `row_terms_kernel`."""
     stored: Tensor | None
-    """What dK/dV leaves to dQ: signs of the weights, int16, or pairs of score gradients, int32."""
+    """Results of dK/dV that dQ reads: weight signs, int16, or pairs of score gradients, int32."""
 
 
 def new_scratch(

@@ -1,8 +1,8 @@
 """Launch every kernel through Triton and then directly, on a fake driver.
 
-The arguments of the C launcher must be the same, apart from hooks. Decoding is prepared with fewer
-keys than it is compared with. Prints, as JSON, the number of launches, those that differ, and the
-number of tensor maps that were encoded in each round.
+The arguments of the C launcher must be the same, apart from hooks. Decoding is prepared with a
+short cache and compared with a longer one. Prints, as JSON, the number of launches, those that
+differ, and the number of tensor maps that were encoded in each round.
 """
 
 import json

@@ -36,8 +36,8 @@ class BackwardPointers(NamedTuple):
     row_shift: Tensor | None
     """Sum of dS over each row, written by dQ: [B, H, Tq], float32."""
     stored: Tensor | None
-    """What dK/dV stores for dQ: signs of the weights (`portable/sign_bits.py`), int16 in dK/dV and
-    int32 in dQ, or score gradients (`stored_gradients.py`), int32."""
+    """Stored by dK/dV for dQ: signs of the weights (`portable/sign_bits.py`), int16 in dK/dV
+    and int32 in dQ, or score gradients (`stored_gradients.py`), int32."""
     terms: Tensor | None
     """Terms that the gradient of row sums adds to dP: [B, H, padded Tq], float32."""
     gamma: Tensor | None

@@ -155,7 +155,7 @@ def _first_query_tile(
         dp, dv = warpgroup_mma_wait(0, [dp, dv])
         ds = score_gradients(add_row_terms(dp, row_terms, CONFIG), relu_pow_minus_1, CONFIG.POWER)
         if CONFIG.GRADIENTS:
-            # Nobody reads the blocks of keys that no row sees.
+            # Blocks of keys that no row sees are not stored: dQ does not read them.
             store_gradients(ds, block, key_tile.key < key_tile.end)
     return dv, dp, p, ds
 

@@ -33,7 +33,7 @@ def test_every_tile(width: int, dtype: torch.dtype) -> None:
     padded = 128 if width == 96 else width
     for tile in tuning.every("decode", padded, dtype.itemsize):
         for skip in (True, False):
-            # 4, 12 and 64 rows of a key head: each size of the tile of rows.
+            # A key head has 4, 12 or 64 query rows, so that every size of the row tile is used.
             for queries in (1, 3, 16):
                 case = replace(shape, queries=queries, statistics=int(skip))
                 given = arguments(case, dtype, "cuda")
