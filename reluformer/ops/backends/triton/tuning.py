@@ -7,7 +7,7 @@ others were chosen so that no register spills and shared memory suffices.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kernel = Literal["forward", "dkv", "dq", "decode"]
 
@@ -158,34 +158,34 @@ _SMALL: dict[tuple[Kernel, int, int], tuple[int, Tile]] = {
 class Override(NamedTuple):
     """Choices that tests and benchmarks force; hashable, so that it can be part of a key."""
 
-    tiles: tuple[tuple[Kernel, Tile], ...]
+    tiles: tuple[tuple[Kernel, Tile], ...] = ()
     """Tiles to use instead of those of the table."""
-    tma: bool | None
+    tma: bool | None = None
     """Whether tiles go through descriptors (True) or pointers (False); None for the default."""
-    sign_bytes: int | None
+    sign_bytes: int | None = None
     """Memory for signs of weights, which are stored wherever possible; 0 for nowhere."""
-    gradient_bytes: int | None
+    gradient_bytes: int | None = None
     """Memory for score gradients, which the Hopper kernels then store wherever possible, instead of
     computing them twice; 0 for nowhere."""
-    hopper: bool | None
+    hopper: bool | None = None
     """Whether the Hopper kernels run wherever they can (True) or never (False)."""
-    forward_tile: str | None
+    forward_tile: str | None = None
     """Name of the tile of the Hopper forward kernel (`hopper/launch_forward.py`), where the width
     and the statistics of a call allow it."""
-    one_pass: bool | None
+    one_pass: bool | None = None
     """Whether one kernel computes all gradients of short sequences (`backward_one_pass.py`)."""
-    compact_gradients: bool
+    compact_gradients: bool = False
     """Whether score gradients of causal calls take memory only for blocks that some row sees."""
-    product_rows: int | None
+    product_rows: int | None = None
     """Query rows of a consumer of the dQ kernel that reads score gradients: 64 or 128."""
-    dkv_tile: str | None
+    dkv_tile: str | None = None
     """Name of the tile of the Hopper kernel for dK and dV (`hopper/launch_backward.py`), where the
     width and the power of a call allow it."""
-    dq_tile: str | None
+    dq_tile: str | None = None
     """The same for dQ."""
 
 
-_override = Override((), None, None, None, None, None, None, False, None, None, None)
+_override = Override()
 
 
 def pick(
@@ -246,26 +246,16 @@ def current() -> Override:
 
 
 @contextmanager
-def override(
-    tiles: dict[Kernel, Tile] | None = None,
-    tma: bool | None = None,
-    sign_bytes: int | None = None,
-    gradient_bytes: int | None = None,
-    hopper: bool | None = None,
-    forward_tile: str | None = None,
-    one_pass: bool | None = None,
-    compact_gradients: bool = False,
-    product_rows: int | None = None,
-    dkv_tile: str | None = None,
-    dq_tile: str | None = None,
-) -> Iterator[None]:
-    """Force the choices of an `Override` inside the block, for benchmarks and tests."""
+def override(tiles: dict[Kernel, Tile] | None = None, **choices: Any) -> Iterator[None]:
+    """Force choices inside the block, for benchmarks and tests.
+
+    Args:
+        tiles: Tiles by kernel.
+        **choices: Further fields of `Override`.
+    """
     global _override
     before = _override
-    _override = Override(
-        tuple((tiles or {}).items()), tma, sign_bytes, gradient_bytes, hopper, forward_tile,
-        one_pass, compact_gradients, product_rows, dkv_tile, dq_tile,
-    )  # fmt: skip
+    _override = Override(tuple((tiles or {}).items()), **choices)
     try:
         yield
     finally:

@@ -121,7 +121,7 @@ def _key_loop(
     for j in range(low, high):
         mbarrier.wait(shared.full.index(ring.stage), ring.phase)
         blocks = shared.gradients.index(ring.stage * CONFIG.CONSUMERS + consumer)
-        blocks = blocks.reshape([CONFIG.ROWS, CONFIG.COLS])
+        blocks = blocks.reshape([CONFIG.ROWS, CONFIG.COLS])  # [ROWS, COLS]
         ds = load_gradients(blocks, CONFIG.ROWS)  # [ROWS, COLS / 2]
         k_tile = streamed_tile(shared.keys, ring.stage, CONFIG)  # [COLS, D]
         if MASKED:
@@ -130,7 +130,7 @@ def _key_loop(
             # The previous store must have read the buffer. Only thread 0 can wait for it.
             tma.store_wait(0)
             thread_barrier()
-            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])
+            buffer = shared.out.index(consumer).reshape([CONFIG.ROWS, CONFIG.D])  # [ROWS, D]
             k_tile = zero_padding(
                 k_tile, buffer, j * CONFIG.COLS, bounds.end, CONFIG.COLS, CONFIG.D
             )
@@ -169,8 +169,8 @@ def _consumer(dq, pointers, shared, sizes, scalars, consumer: gl.constexpr, CONF
             row, sizes.n_q, sizes.n_k, end, CONFIG.ROWS, CONFIG.COLS, CONFIG.CAUSAL, MASK_TAIL
         )
         bounds = Bounds(row, sizes.n_k - sizes.n_q, end)
-        acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)
-        row_shift = gl.zeros([CONFIG.ROWS], gl.float32, gl.SliceLayout(1, s_layout))
+        acc = gl.zeros([CONFIG.ROWS, CONFIG.D], gl.float32, o_layout)  # [ROWS, D]
+        row_shift = gl.zeros([CONFIG.ROWS], gl.float32, gl.SliceLayout(1, s_layout))  # [ROWS]
         if HAS_MASKED:
             acc, row_shift, ring = _key_loop(
                 acc, row_shift, ring, shared, 0, unmasked, bounds, ROW_SHIFT, False, PADDED,
