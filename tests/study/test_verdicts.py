@@ -172,6 +172,39 @@ def test_documents() -> None:
     assert decided("lengths", *outcomes[:-1])[1][0] == "not measured"
 
 
+def test_ten_times_the_data() -> None:
+    def large(attention: str, unit: str, seed: int = 1, **values: float) -> Outcome:
+        made = cell({"attention": attention, "unit": unit, "seed": seed}, **values)
+        groups = [{"words": "1-128", "documents": 7, "value": values.get("dbleu", 0.0)}]
+        if unit == "documents" and values:
+            made.detail["scores"] = {"test": {"d-BLEU": {"by_length": groups}}}
+        return made
+
+    outcomes = [
+        large("softmax", "sentences", bleu=25.0),
+        large("default", "sentences", bleu=25.3),
+        large("paper", "sentences"),
+        large("softmax", "documents", dbleu=28.0),
+        large("default", "documents", dbleu=27.5),
+    ]
+    comparisons = [
+        Comparison("test", level, {"unit": unit, "attention": "default"}, {}, 2, gap, limits, 1, "")
+        for unit, level, gap, limits in (
+            ("sentences", "sentence", 0.3, (-0.1, 0.7)),
+            ("documents", "document", -0.5, (-0.8, -0.1)),
+        )
+    ]
+    findings = STUDIES["large-data"].conclude(Results(outcomes, comparisons))
+    assert [(verdict.state, verdict.number) for verdict in findings.verdicts] == [
+        ("holds", "+0.30 BLEU (95 %: -0.10 to +0.70, 2 seeds)"),
+        ("does not hold here", "one of the two diverged"),
+        ("holds partly", "-0.50 d-BLEU (95 %: -0.80 to -0.10, 2 seeds)"),
+        ("not measured", "–"),
+    ]
+    assert findings.tables[-1].columns == ["model", "1-128 (7)"]
+    assert findings.tables[-1].rows == [["softmax, seed 1", "28.00"], ["default, seed 1", "27.50"]]
+
+
 def test_longer_inputs_than_trained_on() -> None:
     def tested(attention: str, length: int, dbleu: float) -> Outcome:
         return cell({"attention": attention, "tested": length, "seed": 1}, dbleu=dbleu)
