@@ -189,9 +189,12 @@ struct Decode {
     }
     float factor = store_sum(p, b, h, i % p.rows, total);
     T* to = at<T>(p.out, p.out_strides, b, h, i % p.rows);
+    float* exact = p.exact_out ? exact_row(p, b, h, i % p.rows) : nullptr;
     for (int64_t e = 0; e < p.value_width; e++) {
       int64_t from = e / WIDE * WIDE + e % PARTS * LANES + e % WIDE / PARTS;
-      to[e] = narrow<T>(out[from] * factor);
+      float x = out[from] * factor;
+      to[e] = narrow<T>(x);
+      if (exact) exact[e] = x;
     }
   }
 

@@ -102,6 +102,17 @@ inline float wide(bf16 x) {
   return value;
 }
 
+// Sum of products of two rows.
+template <class A, class B>
+inline float dot(const A* a, const B* b, int64_t width) {
+  vec total{};
+  int64_t e = 0;
+  for (; e + LANES <= width; e += LANES) total += load_wide(a + e) * load_wide(b + e);
+  float result = sum(total);
+  for (; e < width; e++) result += wide(a[e]) * wide(b[e]);
+  return result;
+}
+
 template <class T>
 inline T narrow(float x);
 template <>
