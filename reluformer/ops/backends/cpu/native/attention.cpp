@@ -7,14 +7,10 @@
 
 #include "backward.h"
 #include "decode.h"
+#include "few_rows_backward.h"
 #include "forward.h"
 
 namespace {
-
-// Below this number of rows, packing the keys takes longer than it saves.
-constexpr int64_t FEW_ROWS = 4;
-
-bool is_decoding(const Problem& p) { return p.rows * (p.heads / p.key_heads) < FEW_ROWS; }
 
 // Calls f with the kind of the tables and with their products.
 template <class F>
@@ -38,7 +34,7 @@ int64_t bf16_products() { return Products<bf16>::kind(); }
 int64_t forward_scratch(const Problem* p) {
   return with_kind(*p, [&](auto kind, auto products) -> int64_t {
     using T = decltype(kind);
-    if (is_decoding(*p)) return Decode<T>(*p).size();
+    if (has_few_rows(*p)) return Decode<T>(*p).size();
     return Forward<T, decltype(products)>(*p).size() * p->threads;
   });
 }
@@ -48,7 +44,7 @@ int64_t forward_scratch(const Problem* p) {
 int64_t forward(const Problem* p, char* scratch) {
   return with_kind(*p, [&](auto kind, auto products) -> int64_t {
     using T = decltype(kind);
-    if (!is_decoding(*p)) return Forward<T, decltype(products)>(*p).run(scratch);
+    if (!has_few_rows(*p)) return Forward<T, decltype(products)>(*p).run(scratch);
     // Decoding reads visible keys only.
     Decode<T>(*p).run(scratch);
     return 0;
@@ -57,13 +53,17 @@ int64_t forward(const Problem* p, char* scratch) {
 
 int64_t backward_scratch(const Problem* p) {
   return with_kind(*p, [&](auto kind, auto products) {
+    if (has_few_rows(*p)) return FewRowsBackward<decltype(kind)>(*p).size();
     return Backward<decltype(kind), decltype(products)>(*p).size();
   });
 }
 
 int64_t backward(const Problem* p, char* scratch) {
-  return with_kind(*p, [&](auto kind, auto products) {
-    return Backward<decltype(kind), decltype(products)>(*p).run(scratch);
+  return with_kind(*p, [&](auto kind, auto products) -> int64_t {
+    if (!has_few_rows(*p)) return Backward<decltype(kind), decltype(products)>(*p).run(scratch);
+    // The gradient of a row reads visible keys only.
+    FewRowsBackward<decltype(kind)>(*p).run(scratch);
+    return 0;
   });
 }
 }

@@ -22,8 +22,7 @@ struct Backward {
   // Rows of a tile, and all rows with padding.
   int64_t tall = std::min(ROWS, up_to(p.rows, P::UNIT)), rows = up_to(p.rows, tall);
   int64_t splits, share;
-  // Whether the sums of weight * grad.v are those of `row_dots`: the output is rounded.
-  bool sums_rows = p.row_dots && std::is_same_v<T, bf16> && !p.exact_out;
+  bool sums = sums_rows<T>(p);
   // Whether a gradient of q is NaN or infinite, which a hidden key may have caused.
   mutable std::atomic<int64_t> spoilt{0};
 
@@ -41,7 +40,7 @@ struct Backward {
   };
 
   Part part(Memory& memory) const {
-    int64_t summed = sums_rows ? rows : 0;
+    int64_t summed = sums ? rows : 0;
     return {memory.take<float>(rows * width), memory.take<double>(1), memory.take<float>(summed),
             memory.take<float>(summed)};
   }
@@ -148,15 +147,14 @@ struct Backward {
                     ? x
                     : vec{};
           }
-          vec weight = raised<POWER>(x) * factor;
-          vec dot = load(r.slopes + here), steep = raised<POWER - 1>(x) * float(POWER);
-          ds[o] = x == 0 ? vec{} : (dot * factor + constant) * steep;
-          total += ds[o];
-          ds[o] *= unit;
-          P::put(r.weights + here, weight);
+          vec dot = load(r.slopes + here);
+          Weighed<POWER> weighed(x, dot, factor, constant);
+          total += weighed.ds;
+          ds[o] = weighed.ds * unit;
+          P::put(r.weights + here, weighed.weight);
           if constexpr (SUMS) {
-            dots += x == 0 ? vec{} : weight * dot;
-            slopes += x == 0 ? vec{} : steep;
+            dots += x == 0 ? vec{} : weighed.weight * dot;
+            slopes += x == 0 ? vec{} : weighed.steep;
           }
           if constexpr (!IN_PLACE) P::put(r.left + here, ds[o]);
         }
@@ -184,7 +182,7 @@ struct Backward {
       Part part = parts ? part_of(parts, split, head) : r.part;
       memset(part.dq, 0, rows * width * sizeof(float));
       *part.d_offset = 0;
-      if (sums_rows) {
+      if (sums) {
         memset(part.dots, 0, rows * sizeof(float));
         memset(part.slopes, 0, rows * sizeof(float));
       }
@@ -217,8 +215,8 @@ struct Backward {
                  r.grad_flipped + row * value_width, r.slopes, tall, false, tall);
       *part.d_offset += with_power(p.power, [&](auto power) {
         float offset = score_offset_of(p, h);
-        return sums_rows ? weigh<power, true>(r, b, key, key_span, row, span, offset, part)
-                         : weigh<power, false>(r, b, key, key_span, row, span, offset, part);
+        return sums ? weigh<power, true>(r, b, key, key_span, row, span, offset, part)
+                    : weigh<power, false>(r, b, key, key_span, row, span, offset, part);
       });
       P::product(key_span, value_width, depth, r.weights, tall, r.grad + row * value_width, dv,
                  value_width, true, value_width);
@@ -236,11 +234,8 @@ struct Backward {
       T* to = at<T>(p.dq, p.dq_strides, b, h, i);
       if (store_row(to, part.dq + i * width, 1, p.width)) spoilt = 1;
       if (!p.row_dots) continue;
-      RowTerms terms = row_terms<T>(p, b, h, i);
-      p.row_dots[head * p.rows + i] = sums_rows ? part.dots[i] : terms.dot;
-      // What the rounding of the output added to the gradients of all scores.
-      if (sums_rows && p.row_normalise > 0)
-        d_offset += (terms.dot - part.dots[i]) * terms.factor * part.slopes[i];
+      RowSums summed = sums ? RowSums{part.dots[i], part.slopes[i]} : RowSums{};
+      d_offset += store_dot<T>(p, b, h, i, sums ? &summed : nullptr);
     }
     p.d_offset[head] = d_offset;
   }
@@ -257,7 +252,7 @@ struct Backward {
       Part more = part_of(parts, s, head);
       *part.d_offset += *more.d_offset;
       for (int64_t e = 0; e < rows * width; e++) part.dq[e] += more.dq[e];
-      for (int64_t i = 0; sums_rows && i < rows; i++)
+      for (int64_t i = 0; sums && i < rows; i++)
         part.dots[i] += more.dots[i], part.slopes[i] += more.slopes[i];
     }
     finish(part, head / p.heads, head % p.heads);

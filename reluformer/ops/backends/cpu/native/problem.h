@@ -110,6 +110,37 @@ inline RowTerms row_terms(const Problem& p, int64_t b, int64_t h, int64_t row) {
   return terms;
 }
 
+// Sums over the keys of a row: of weight * grad.v and of power * x^(power - 1).
+struct RowSums {
+  float dot, slope;
+};
+
+// Stores the sum of output * grad of a row: where the output is rounded, `summed` has it. Returns what
+// the rounding added to the gradients of all scores of the row.
+template <class T>
+inline double store_dot(const Problem& p, int64_t b, int64_t h, int64_t row, const RowSums* summed) {
+  RowTerms terms = row_terms<T>(p, b, h, row);
+  p.row_dots[(b * p.heads + h) * p.rows + row] = summed ? summed->dot : terms.dot;
+  if (!summed || p.row_normalise <= 0) return 0;
+  return (terms.dot - summed->dot) * terms.factor * summed->slope;
+}
+
+// Whether the output is rounded, so that sums of output * grad are summed over the weights.
+template <class T>
+inline bool sums_rows(const Problem& p) {
+  return p.row_dots && std::is_same_v<T, bf16> && !p.exact_out;
+}
+
+// The weights of scores x, after rectification, and the gradients of those scores.
+template <int POWER>
+struct Weighed {
+  vec weight, steep, ds;
+
+  Weighed(vec x, vec dot, vec factor, vec constant)
+      : weight(raised<POWER>(x) * factor), steep(raised<POWER - 1>(x) * float(POWER)),
+        ds(x == 0 ? vec{} : (dot * factor + constant) * steep) {}
+};
+
 // Divides memory into aligned pieces; with a null start it only counts their size.
 class Memory {
  public:

@@ -126,11 +126,14 @@ inline bf16 narrow<bf16>(float x) {
 }
 
 inline void store_narrow(float* to, vec x) { store(to, x); }
+// Words whose upper half is the number in bfloat16.
+inline bits rounded(vec x) {
+  bits word = (bits)x;
+  return x != x ? bits{} + 0x7fc00000u : word + 0x7fff + (word >> 16 & 1);
+}
 inline void store_narrow(bf16* to, vec x) {
   typedef bf16 halves __attribute__((vector_size(LANES * 2)));
-  bits word = (bits)x;
-  bits rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
-  halves half = __builtin_convertvector(x != x ? bits{} + 0x7fc0 : rounded, halves);
+  halves half = __builtin_convertvector(rounded(x) >> 16, halves);
   memcpy(to, &half, sizeof half);
 }
 
