@@ -22,7 +22,9 @@ struct Backward {
   // Rows of a tile, and all rows with padding.
   int64_t tall = std::min(ROWS, up_to(p.rows, P::UNIT)), rows = up_to(p.rows, tall);
   int64_t splits, share;
-  bool sums = sums_rows<T>(p);
+  // Whether the output is rounded, so that sums of output * grad are summed over the weights.
+  static constexpr bool ROUNDS = std::is_same_v<P, Products<bf16>>;
+  bool sums = ROUNDS && p.row_dots;
   // Whether a gradient of q is NaN or infinite, which a hidden key may have caused.
   mutable std::atomic<int64_t> spoilt{0};
 
@@ -215,8 +217,9 @@ struct Backward {
                  r.grad_flipped + row * value_width, r.slopes, tall, false, tall);
       *part.d_offset += with_power(p.power, [&](auto power) {
         float offset = score_offset_of(p, h);
-        return sums ? weigh<power, true>(r, b, key, key_span, row, span, offset, part)
-                    : weigh<power, false>(r, b, key, key_span, row, span, offset, part);
+        if constexpr (ROUNDS)
+          if (sums) return weigh<power, true>(r, b, key, key_span, row, span, offset, part);
+        return weigh<power, false>(r, b, key, key_span, row, span, offset, part);
       });
       P::product(key_span, value_width, depth, r.weights, tall, r.grad + row * value_width, dv,
                  value_width, true, value_width);

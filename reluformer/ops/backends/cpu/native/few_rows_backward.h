@@ -15,7 +15,8 @@ struct FewRowsBackward {
   int64_t groups = p.heads / p.key_heads, rows = groups * p.rows;
   int64_t width = up_to(p.width, R::WIDE), value_width = up_to(p.value_width, R::WIDE);
   int64_t tables = p.batch * p.key_heads, splits, share;
-  bool sums = sums_rows<T>(p);
+  // Whether the output is rounded, so that sums of output * grad are summed over the weights.
+  bool sums = p.row_dots && std::is_same_v<T, bf16> && !p.exact_out;
 
   explicit FewRowsBackward(const Problem& problem) : p(problem) {
     splits = clipped(up_to(2 * p.threads, tables) / tables, 1, p.keys / 512 + 1);

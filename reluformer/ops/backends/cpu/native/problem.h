@@ -125,12 +125,6 @@ inline double store_dot(const Problem& p, int64_t b, int64_t h, int64_t row, con
   return (terms.dot - summed->dot) * terms.factor * summed->slope;
 }
 
-// Whether the output is rounded, so that sums of output * grad are summed over the weights.
-template <class T>
-inline bool sums_rows(const Problem& p) {
-  return p.row_dots && std::is_same_v<T, bf16> && !p.exact_out;
-}
-
 // The weights of scores x, after rectification, and the gradients of those scores.
 template <int POWER>
 struct Weighed {

@@ -115,11 +115,10 @@ inline void block_of(int64_t height, Rest... rest) {
 template <bool FLIPPED, int N, class T>
 inline void strip(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
                   int64_t ldc, bool add) {
-  constexpr int MOST = N == 1 ? 2 * TALL : TALL;
-  int64_t blocks = (M + MOST - 1) / MOST;
+  int64_t blocks = (M + TALL - 1) / TALL;
   for (int64_t i = 0; i < M; blocks--) {
     int64_t height = (M - i + blocks - 1) / blocks;
-    block_of<FLIPPED, MOST, N>(height, K, a + i * (FLIPPED ? sizeof(float) / sizeof(T) : lda), lda, b,
+    block_of<FLIPPED, TALL, N>(height, K, a + i * (FLIPPED ? sizeof(float) / sizeof(T) : lda), lda, b,
                                ldb, c + i * ldc, ldc, add);
     i += height;
   }
