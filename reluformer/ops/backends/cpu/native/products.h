@@ -115,16 +115,18 @@ inline void block_of(int64_t height, Rest... rest) {
 template <bool FLIPPED, int N, class T>
 inline void strip(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
                   int64_t ldc, bool add) {
-  int64_t blocks = (M + TALL - 1) / TALL;
-  for (int64_t i = 0; i < M; blocks--) {
-    int64_t height = (M - i + blocks - 1) / blocks;
-    block_of<FLIPPED, TALL, N>(height, K, a + i * (FLIPPED ? sizeof(float) / sizeof(T) : lda), lda, b,
-                               ldb, c + i * ldc, ldc, add);
+  constexpr int STEP = sizeof(float) / sizeof(T);
+  // Of the blocks, `low` have one row less than the others.
+  int64_t blocks = (M + TALL - 1) / TALL, most = (M + blocks - 1) / blocks, low = blocks * most - M;
+  for (int64_t i = 0; i < M;) {
+    int64_t height = blocks-- <= low ? most - 1 : most;
+    block_of<FLIPPED, TALL, N>(height, K, a + i * (FLIPPED ? STEP : lda), lda, b, ldb, c + i * ldc,
+                               ldc, add);
     i += height;
   }
 }
 
-// C [M, N] (+)= A [M, K] B on vectors; N is a multiple of LANES, and K is even for bfloat16.
+// C [M, N] (+)= A [M, K] B on vectors; M is positive, N a multiple of LANES, and K even for bfloat16.
 template <bool FLIPPED = false, class T>
 [[gnu::noinline]] void vector_product(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda,
                                       const T* b, float* c, int64_t ldc, bool add, int64_t ldb) {
