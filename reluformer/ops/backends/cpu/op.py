@@ -15,15 +15,12 @@ from torch import Tensor
 from reluformer.ops.backends import recompute, reference
 from reluformer.ops.backends.cpu import tables, tiles
 from reluformer.ops.backends.cpu.native import calls as native
-from reluformer.ops.backends.cpu.plan import Plan, make_plan, normalised_factor, sum_dtype
+from reluformer.ops.backends.cpu.plan import Plan, make_plan
 from reluformer.ops.backends.gamma_gradient import RowGradients, gamma_gradient
 from reluformer.ops.backends.torch_state import needs_plain_backward
 from reluformer.ops.call import Call, KernelResult
 from reluformer.ops.hidden import has_nonfinite
 from reluformer.ops.rule import Rectified
-
-# Row-normalised training with fewer keys is computed in float32.
-_SHORT_ROW = 128
 
 
 def why_not(call: Call, rule: Rectified) -> str | None:
@@ -76,11 +73,10 @@ def _needs_float32(plan: Plan, rule: Rectified) -> bool:
 
     Tables in plain torch round scores, and the eighth power multiplies that error by eight. The
     gradients of a threshold and of row-normalised weights are sums whose terms may cancel. Native
-    kernels round weights and outputs only, which spoils the row-normalised gradients of short rows.
+    kernels decide themselves, see `Plan.keeps_exact`.
     """
     if plan.is_native:
-        is_short = rule.row_normalise is not None and plan.keys < _SHORT_ROW
-        return plan.needs_grad and is_short
+        return False
     sums = rule.row_normalise is not None or isinstance(rule.threshold, Tensor)
     return rule.power > 2 or (plan.needs_grad and sums)
 
@@ -121,10 +117,11 @@ class _Attention(torch.autograd.Function):
         ctx.plan = plan
         forward = native.forward if plan.is_native else tables.forward
         results = forward(plan, q, k, v, gamma, threshold)
-        output, row_sum, log_sum, ctx.factor, x, kept, is_spoilt = results
+        output, row_sum, log_sum, ctx.factor, x, kept, exact, is_spoilt = results
         ctx.set_materialize_grads(False)
         if ctx.needs_input_grad[4] or plan.row_normalise:
-            ctx.save_for_backward(q, k, v, gamma, threshold, x, kept, output, row_sum, log_sum)
+            saved = output if exact is None else exact
+            ctx.save_for_backward(q, k, v, gamma, threshold, x, kept, saved, row_sum, log_sum)
         else:
             ctx.save_for_backward(q, k, v, gamma, threshold, x, kept)
         return output, row_sum, log_sum, is_spoilt
@@ -141,38 +138,24 @@ class _Attention(torch.autograd.Function):
         if needs_plain_backward(grad, grad_sum, grad_log):
             return None, *_recompute(ctx, (grad, grad_sum, grad_log))
         output, sums, logs = results or (None, None, None)
-        plan, factor, exact = ctx.plan, ctx.factor, sum_dtype(q)
+        plan = ctx.plan
         if grad is None:
             grad = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        ratio = normalised_factor(plan, factor, sums)
-        # Sum over Dv of the output times its gradient, [B, H, Tq].
-        row_dot: Any = None if output is None else (output.to(exact) * grad.to(exact)).sum(-1)
-        constant, log_slope = tables.row_terms(plan, factor, grad_sum, grad_log)
-        if plan.row_normalise:
-            # The gradient of the row's sum, by which the row is divided.
-            through = -row_dot * ratio
-            constant = through if constant is None else constant + through
-        rows = tables.RowTerms(grad, ratio, constant, log_slope)
+        rows = tables.Incoming(grad, grad_sum, grad_log, ctx.factor, output, sums)
         if plan.is_native:
-            totals = None
-            if q.dtype == torch.bfloat16 and any(ctx.needs_input_grad[4:]):
-                totals = native.RowTotals(*q.new_empty(2, *q.shape[:3], dtype=torch.float32))
-            gradients = native.backward(plan, q, k, v, threshold, rows, totals)
-            dq, dk, dv, d_offset, is_spoilt = gradients
-            if totals is not None:
-                if plan.row_normalise:
-                    # The rounding of the output has shifted the gradients of all scores.
-                    d_offset += ((row_dot - totals.dots) * ratio * totals.slopes).double().sum(-1)
-                row_dot = totals.dots
+            # Row-normalised gradients of a threshold are sums that a rounded output would spoil.
+            is_rounded = q.dtype == torch.bfloat16 and plan.row_normalise and not plan.keeps_exact
+            needs_dots = any(ctx.needs_input_grad[4 : 6 if is_rounded else 5])
+            gradients = native.backward(plan, q, k, v, threshold, rows, needs_dots)
         else:
             with torch.autocast("cpu", enabled=False):
-                dq, dk, dv, d_offset, is_spoilt = tables.backward(
-                    plan, q, k, v, threshold, rows, x, kept
-                )
+                gradients = tables.backward(plan, q, k, v, threshold, rows, x, kept)
+        dq, dk, dv, d_offset, row_dot, is_spoilt = gradients
         if is_spoilt and has_nonfinite(k, v):
             return None, *_recompute(ctx, (grad, grad_sum, grad_log))
         d_gamma = d_threshold = None
         if ctx.needs_input_grad[4]:
+            assert row_dot is not None
             grads = RowGradients(grad_sum, grad_log)
             d_gamma = gamma_gradient(gamma, row_dot, sums, logs, grads, plan.row_normalise)
         if ctx.needs_input_grad[5]:

@@ -21,6 +21,9 @@ from reluformer.ops.visibility import Visibility
 # With fewer query rows the call is decoding. Training keeps x of up to SHORT scores a head.
 MANY_ROWS, SHORT = 16, 1 << 18
 
+# Row-normalised bfloat16 training with fewer keys is computed in float32.
+_SHORT_ROW = 128
+
 _CAPACITY = 64
 
 
@@ -55,6 +58,11 @@ class Plan(NamedTuple):
     needs_grad: bool
     is_native: bool
     """Whether the native kernels run the call."""
+    keeps_exact: bool
+    """Whether the native kernels compute a bfloat16 call in float32 and keep the exact output.
+
+    They round weights and outputs otherwise, which spoils row-normalised gradients of short rows.
+    """
     may_mix_hidden: bool
     """Whether products contain keys and values that a row cannot see, with weight 0."""
 
@@ -85,6 +93,8 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
     has_table = call.visibility.mask is not None or call.dropout_p > 0
     statistics = call.statistics
     is_native = not has_table and statistics < 2 and _has_kernel(call, trains)
+    is_rounded = is_native and trains and q.dtype == torch.bfloat16
+    keeps_exact = is_rounded and rule.row_normalise is not None and keys < _SHORT_ROW
     rules = call.visibility
     if trains and rules.key_lengths is not None:
         # The backward pass must not see a change of the caller's lengths.
@@ -111,6 +121,7 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
         is_decoding and q.dtype != torch.bfloat16,
         trains,
         is_native,
+        keeps_exact,
         may_mix_hidden,
     )
 

@@ -27,41 +27,43 @@ from reluformer.ops.backends.torch_state import is_untraced
 from reluformer.ops.rule import raised
 
 Results = tuple[
-    Tensor, Tensor | None, Tensor | None, Tensor | float, Tensor | None, Tensor | None, bool
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | float,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    bool,
 ]
-"""Output [B, H, Tq, Dv], row sums and sums of w ln w [B, H, Tq], row factors, and in plain torch,
-for the backward pass, x and the scaled dropout mask, both [B * Hkv, G * Tq, Tk]. The last is
-whether hidden keys or values may have made the output non-finite."""
+"""Output [B, H, Tq, Dv], row sums and sums of w ln w [B, H, Tq], row factors. For the backward
+pass, in plain torch x and the scaled dropout mask, both [B * Hkv, G * Tq, Tk], and from native
+kernels the output before it was rounded (`Plan.keeps_exact`). The last is whether hidden keys or
+values may have made the output non-finite."""
 
 Forward = Callable[[Plan, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Results]
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, bool]
-"""Gradients of q, k and v, and of the score offset, [B, H], if there is one. The last is whether
-hidden keys or values may have made them non-finite."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]
+"""Gradients of q, k and v, and of the score offset, [B, H], if there is one; the sum of each output
+row times its gradient, [B, H, Tq], if it was computed. The last is whether hidden keys or values
+may have made them non-finite."""
 
 
-class RowTerms(NamedTuple):
-    """The incoming gradients of each query row."""
+class Incoming(NamedTuple):
+    """The results of a forward pass and their gradients; None if they are not needed."""
 
     grad: Tensor
     """Gradient of the output, [B, H, Tq, Dv]."""
-    ratio: Tensor | float
-    """Factor of each output row, broadcastable to [B, H, Tq]."""
-    constant: Tensor | None
-    """Added to the gradients of the row's x^power, [B, H, Tq]."""
-    log_slope: Tensor | None
-    """Factor of ln x, also added to them, [B, H, Tq]."""
-
-
-def row_terms(
-    plan: Plan, factor: Tensor | float, grad_sum: Tensor | None, grad_log: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """`constant` and `log_slope` of `RowTerms` that the gradients of the row sums cause."""
-    constant = None if grad_sum is None else grad_sum * factor
-    if grad_log is None:
-        return constant, None
-    more = grad_log * factor * (1 + _log(factor))
-    return more if constant is None else constant + more, grad_log * factor * plan.power
+    grad_sum: Tensor | None
+    """Gradient of the row sums, [B, H, Tq]."""
+    grad_log: Tensor | None
+    """Gradient of the sums of w ln w, [B, H, Tq]."""
+    factor: Tensor | float
+    """C_i, broadcastable to [B, H, Tq]."""
+    output: Tensor | None
+    """As exact as it was kept, [B, H, Tq, Dv]."""
+    sums: Tensor | None
+    """Row sums, [B, H, Tq]."""
 
 
 def forward(
@@ -102,7 +104,7 @@ def forward(
             logs = factor * (_log(factor) * sums + plan.power * logs.view(q.shape[:3]))
         sums = factor * sums
     out = out.view(*q.shape[:3], v.shape[-1]).mul_(_column(normalised_factor(plan, factor, sums)))
-    return out, sums, logs, factor, x, kept, _is_spoilt(plan, out)
+    return out, sums, logs, factor, x, kept, None, _is_spoilt(plan, out)
 
 
 def backward(
@@ -111,7 +113,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     threshold: Tensor | None,
-    rows: RowTerms,
+    rows: Incoming,
     x: Tensor | None,
     kept: Tensor | None,
 ) -> Gradients:
@@ -119,10 +121,15 @@ def backward(
     width, groups = q.shape[-1], q.shape[1] // k.shape[1]
     offset = score_offset(plan, q, threshold)
     inputs = _tables(plan, q, k, v, offset)
-    scaled = _grouped((rows.grad * _column(rows.ratio)).to(q.dtype).contiguous(), groups)
+    exact = sum_dtype(q)
+    ratio = normalised_factor(plan, rows.factor, rows.sums)
+    row_dot: Tensor | None = None
+    if rows.output is not None:
+        row_dot = (rows.output.to(exact) * rows.grad.to(exact)).sum(-1)
+    scaled = _grouped((rows.grad * _column(ratio)).to(q.dtype).contiguous(), groups)
     terms = [
         None if each is None else _grouped(each, groups).to(q.dtype)
-        for each in (rows.constant, rows.log_slope)
+        for each in _row_terms(plan, rows, ratio, row_dot)
     ]
     if plan.is_whole:
         assert x is not None
@@ -136,7 +143,24 @@ def backward(
     dq = dq[..., :width].to(q.dtype).reshape(q.shape)
     if plan.unit != 1:
         dq = dq * plan.unit
-    return dq, _like(dk[..., :width], k), _like(dv, v), d_offset, _is_spoilt(plan, dq)
+    return dq, _like(dk[..., :width], k), _like(dv, v), d_offset, row_dot, _is_spoilt(plan, dq)
+
+
+def _row_terms(
+    plan: Plan, rows: Incoming, ratio: Tensor | float, row_dot: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Numbers [B, H, Tq] of each row: one is added to the gradients of its x^power, the other is
+    multiplied by ln x and added, too; None for zeros."""
+    factor, grad_log = rows.factor, rows.grad_log
+    terms = [] if rows.grad_sum is None else [rows.grad_sum * factor]
+    if grad_log is not None:
+        terms.append(grad_log * factor * (1 + _log(factor)))
+    if plan.row_normalise:
+        # The gradient of the row's sum, by which the row is divided.
+        assert row_dot is not None
+        terms.append(-row_dot * ratio)
+    constant = sum(terms[1:], terms[0]) if terms else None
+    return constant, None if grad_log is None else grad_log * factor * plan.power
 
 
 def _is_spoilt(plan: Plan, result: Tensor) -> bool:

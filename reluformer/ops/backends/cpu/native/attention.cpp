@@ -7,27 +7,16 @@
 
 #include "backward.h"
 #include "decode.h"
+#include "few_rows_backward.h"
 #include "forward.h"
 
 namespace {
 
-// Below this number of rows, packing the keys takes longer than it saves.
-constexpr int64_t FEW_ROWS = 4;
-
-bool is_decoding(const Problem& p) { return p.rows * (p.heads / p.key_heads) < FEW_ROWS; }
-
-template <class T>
-int64_t forward_size(const Problem& p) {
-  if (is_decoding(p)) return Decode<T>(p).size();
-  return Forward<T>(p).size() * p.threads;
-}
-
-template <class T>
-int64_t run_forward(const Problem& p, char* scratch) {
-  if (!is_decoding(p)) return Forward<T>(p).run(scratch);
-  // Decoding reads visible keys only.
-  Decode<T>(p).run(scratch);
-  return 0;
+// Calls f with the kind of the tables and with their products.
+template <class F>
+int64_t with_kind(const Problem& p, F f) {
+  if (!p.is_bf16) return f(float(), Products<float>());
+  return p.exact_out ? f(bf16(), Products<float>()) : f(bf16(), Products<bf16>());
 }
 
 }  // namespace
@@ -43,20 +32,38 @@ int64_t few_rows() { return FEW_ROWS; }
 int64_t bf16_products() { return Products<bf16>::kind(); }
 
 int64_t forward_scratch(const Problem* p) {
-  return p->is_bf16 ? forward_size<bf16>(*p) : forward_size<float>(*p);
+  return with_kind(*p, [&](auto kind, auto products) -> int64_t {
+    using T = decltype(kind);
+    if (has_few_rows(*p)) return Decode<T>(*p).size();
+    return Forward<T, decltype(products)>(*p).size() * p->threads;
+  });
 }
 
 // `forward` and `backward` return 1 if an output, or a gradient of q, is not finite although it
 // may have seen finite numbers only.
 int64_t forward(const Problem* p, char* scratch) {
-  return p->is_bf16 ? run_forward<bf16>(*p, scratch) : run_forward<float>(*p, scratch);
+  return with_kind(*p, [&](auto kind, auto products) -> int64_t {
+    using T = decltype(kind);
+    if (!has_few_rows(*p)) return Forward<T, decltype(products)>(*p).run(scratch);
+    // Decoding reads visible keys only.
+    Decode<T>(*p).run(scratch);
+    return 0;
+  });
 }
 
 int64_t backward_scratch(const Problem* p) {
-  return p->is_bf16 ? Backward<bf16>(*p).size() : Backward<float>(*p).size();
+  return with_kind(*p, [&](auto kind, auto products) {
+    if (has_few_rows(*p)) return FewRowsBackward<decltype(kind)>(*p).size();
+    return Backward<decltype(kind), decltype(products)>(*p).size();
+  });
 }
 
 int64_t backward(const Problem* p, char* scratch) {
-  return p->is_bf16 ? Backward<bf16>(*p).run(scratch) : Backward<float>(*p).run(scratch);
+  return with_kind(*p, [&](auto kind, auto products) -> int64_t {
+    if (!has_few_rows(*p)) return Backward<decltype(kind), decltype(products)>(*p).run(scratch);
+    // The gradient of a row reads visible keys only.
+    FewRowsBackward<decltype(kind)>(*p).run(scratch);
+    return 0;
+  });
 }
 }

@@ -6,20 +6,19 @@ x = max(unit q.k + score_offset, 0).
 
 import ctypes
 import threading
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from reluformer.ops.backends.cpu.native import library
 from reluformer.ops.backends.cpu.plan import Plan, row_factor, score_offset
-from reluformer.ops.backends.cpu.tables import Gradients, Results, RowTerms
+from reluformer.ops.backends.cpu.tables import Gradients, Incoming, Results
 
 # Larger than any distance between a key and a row.
 _NO_WINDOW = 1 << 40
 
 # Addresses and strides of gradients, which a forward pass does not have.
-_NO_GRADIENTS = (0,) * 20
+_NO_GRADIENTS = (0,) * 19
 
 # Scratch memory that each thread keeps for small calls, whose time an allocation would dominate.
 _KEPT_BYTES = 1 << 18
@@ -37,22 +36,13 @@ def forward(
     offset = score_offset(plan, q, threshold)
     out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     sums = q.new_empty(q.shape[:3], dtype=torch.float32) if plan.statistics else None
-    addresses = (out.data_ptr(), 0 if sums is None else sums.data_ptr())
-    outputs = (addresses, out.stride()[:3], _NO_GRADIENTS)
+    exact = torch.empty(out.shape, dtype=torch.float32, device="cpu") if plan.keeps_exact else None
+    outputs = (out, sums, (_address(exact), *_NO_GRADIENTS))
     problem, _owners = _problem(plan, (q, k, v), offset, factor, outputs)
     scratch = _scratch(kernels.forward_scratch(problem) + 64)
     # Aligned to a cache line.
     is_spoilt = kernels.forward(problem, (scratch.data_ptr() + 63) // 64 * 64)
-    return out, sums, None, factor, None, None, bool(is_spoilt)
-
-
-class RowTotals(NamedTuple):
-    """Sums over the keys of each row, [B, H, Tq], from weights that are not rounded."""
-
-    dots: Tensor
-    """Sum of weight times the product of value and output gradient."""
-    slopes: Tensor
-    """Sum of power x^(power - 1) over the positive x."""
+    return out, sums, None, factor, None, None, exact, bool(is_spoilt)
 
 
 def backward(
@@ -61,33 +51,33 @@ def backward(
     k: Tensor,
     v: Tensor,
     threshold: Tensor | None,
-    rows: RowTerms,
-    totals: RowTotals | None = None,
+    rows: Incoming,
+    needs_dots: bool,
 ) -> Gradients:
     """Backward pass; the gradient of the score offset [B, H] is float64.
 
-    `totals`, if it is not None, is filled.
+    `needs_dots` tells whether the sums of each output row times its gradient are needed.
     """
     kernels = library.load()
     assert kernels is not None
     q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(rows.grad.to(q.dtype))
-    constant = rows.constant
-    if constant is not None:
-        constant = constant.to(torch.float32).expand(q.shape[:3]).contiguous()
+    grad_sum, sums, output = rows.grad_sum, rows.sums, rows.output
+    if grad_sum is not None:
+        grad_sum = grad_sum.to(torch.float32).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_offset = q.new_empty(q.shape[:2], dtype=torch.float64)
+    dots = q.new_empty(q.shape[:3], dtype=torch.float32) if needs_dots else None
     gradients = (
-        grad.data_ptr(), 0 if constant is None else constant.data_ptr(), d_offset.data_ptr(),
-        dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
-        *grad.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-        *((0, 0) if totals is None else (totals.dots.data_ptr(), totals.slopes.data_ptr())),
+        _address(output if plan.keeps_exact else None), grad.data_ptr(), _address(grad_sum),
+        d_offset.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        *grad.stride()[:3], *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], _address(dots),
     )  # fmt: skip
-    outputs = ((0, 0), (0, 0, 0), gradients)
     offset = score_offset(plan, q, threshold)
-    problem, _owners = _problem(plan, (q, k, v), offset, rows.ratio, outputs)
+    outputs = (output, sums, gradients)
+    problem, _owners = _problem(plan, (q, k, v), offset, rows.factor, outputs)
     scratch = _scratch(kernels.backward_scratch(problem) + 64)
     is_spoilt = kernels.backward(problem, (scratch.data_ptr() + 63) // 64 * 64)
-    return dq, dk, dv, d_offset, bool(is_spoilt)
+    return dq, dk, dv, d_offset, dots, bool(is_spoilt)
 
 
 def _problem(
@@ -95,12 +85,11 @@ def _problem(
     inputs: tuple[Tensor, Tensor, Tensor],
     offset: Tensor | None,
     factor: Tensor | float,
-    outputs: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]],
+    outputs: tuple[Tensor | None, Tensor | None, tuple[int, ...]],
 ) -> tuple[bytes, tuple[object, ...]]:
     """`Problem` of `problem.h` as bytes, and the objects that own the memory it points to.
 
-    outputs holds the addresses of output and row sums, the output's strides, and the addresses and
-    strides of the gradients.
+    outputs holds output and row sums, and the addresses and strides of what follows them.
     """
     (q, k, v), visibility = inputs, plan.visibility
     lengths, window = visibility.key_lengths, visibility.window
@@ -120,14 +109,15 @@ def _problem(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
-        *outputs[0],
-        0 if offset is None else offset.data_ptr(),
-        0 if lengths is None else lengths.data_ptr(),
+        _address(outputs[0]),
+        _address(outputs[1]),
+        _address(offset),
+        _address(lengths),
         *factors,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *outputs[1],
+        *((0, 0, 0) if outputs[0] is None else outputs[0].stride()[:3]),
         *q.shape,
         *k.shape[1:3],
         v.shape[3],
@@ -141,6 +131,10 @@ def _problem(
         *outputs[2],
     )
     return problem, (offset, lengths, owner)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _scratch(size: int) -> Tensor:

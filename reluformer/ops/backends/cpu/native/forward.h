@@ -6,9 +6,8 @@
 
 #include <atomic>
 
-template <class T>
+template <class T, class P = Products<T>>
 struct Forward {
-  using P = Products<T>;
   using W = typename P::Word;
 
   const Problem& p;
@@ -103,6 +102,7 @@ struct Forward {
     if constexpr (P::IN_REGISTERS) {
       int64_t j = 0;
       for (; j + BROAD * LANES <= t.span; j += BROAD * LANES) strip_weights<POWER, BROAD>(r, t, j);
+      for (; j + 2 * LANES <= t.span; j += 2 * LANES) strip_weights<POWER, 2>(r, t, j);
       for (; j < t.span; j += LANES) strip_weights<POWER, 1>(r, t, j);
     } else {
       P::product(t.height, t.span, width, t.rows, width, r.keys, r.scores, P::KEYS, false, P::KEYS);
@@ -144,6 +144,8 @@ struct Forward {
     for (int64_t i = 0; i < count; i++) {
       float factor = store_sum(p, b, h, first + i, sum(load(r.sums + i * LANES)));
       T* to = at<T>(p.out, p.out_strides, b, h, first + i);
+      if (p.exact_out)
+        store_row(exact_row(p, b, h, first + i), r.out + i * value_width, factor, p.value_width);
       if (store_row(to, r.out + i * value_width, factor, p.value_width)) spoilt = 1;
     }
   }

@@ -29,9 +29,9 @@ PROBLEM = struct.Struct(
     "7q"  # batch, heads, rows, width, key_heads, keys, value_width
     "5q"  # power, causal, window, threads, is_bf16
     "2d"  # row_normalise, unit
-    "6q"  # addresses: grad, constant, d_offset, dq, dk, dv
+    "7q"  # addresses: exact_out, grad, grad_sums, d_offset, dq, dk, dv
     "12q"  # strides of grad, dq, dk, dv
-    "2q"  # addresses: row_dots, slope_sums
+    "1q"  # address: row_dots
 )
 """Layout of `Problem` in `problem.h`. A `ctypes.Structure` takes five times as long to fill."""
 

@@ -3,9 +3,6 @@
 
 #include "products_bf16.h"
 
-#include <cmath>
-#include <limits>
-
 // q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]; strides are those of the first three
 // axes, in elements, and the last axis is dense. With x = max(unit q.k + score_offset, 0), the output of
 // a row is factor * sum of x^power v. If `row_normalise` is above 0, it is divided by the row's sum of
@@ -21,17 +18,17 @@ struct Problem {
   int64_t batch, heads, rows, width, key_heads, keys, value_width;
   int64_t power, causal, window, threads, is_bf16;
   double row_normalise, unit;
-  // Backward pass only.
-  const void* grad;       // gradient of the output
-  const float* constant;  // [B, H, Tq] or null: added to the gradient of each weight of a row
-  double* d_offset;       // [B, H]: gradient of score_offset, the sum over all scores
+  // [B, H, Tq, Dv] or null: the output in float32. With it bfloat16 tables are widened, and only
+  // results are rounded.
+  float* exact_out;
+  // Backward pass only, which reads `out` and `row_sums`.
+  const void* grad;        // gradient of the output
+  const float* grad_sums;  // [B, H, Tq] or null: gradient of row_sums
+  double* d_offset;        // [B, H]: gradient of score_offset, the sum over all scores
   void *dq, *dk, *dv;
   int64_t grad_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
-  // [B, H, Tq] or null: for each row the sums of weight * grad.v and of power * x^(power - 1).
-  float *row_dots, *slope_sums;
+  float* row_dots;  // [B, H, Tq] or null: for each row the sum of output * grad
 };
-
-inline int is_nonfinite(float x) { return !(std::fabs(x) <= std::numeric_limits<float>::max()); }
 
 struct Range {
   int64_t from, to;
@@ -78,6 +75,10 @@ inline float factor_of(const Problem& p, int64_t b, int64_t h, int64_t row) {
   return *at<float>((const void*)p.factor, p.factor_strides, b, h, row);
 }
 
+inline float* exact_row(const Problem& p, int64_t b, int64_t h, int64_t row) {
+  return p.exact_out + ((b * p.heads + h) * p.rows + row) * p.value_width;
+}
+
 // Stores the row's sum of weights and returns the factor of its sum of weighted values.
 inline float store_sum(const Problem& p, int64_t b, int64_t h, int64_t row, float sum) {
   float factor = factor_of(p, b, h, row);
@@ -85,6 +86,54 @@ inline float store_sum(const Problem& p, int64_t b, int64_t h, int64_t row, floa
   if (p.row_sums) p.row_sums[(b * p.heads + h) * p.rows + row] = sum;
   return p.row_normalise > 0 ? factor / (sum + float(p.row_normalise)) : factor;
 }
+
+// What the gradients of a row have in common: with grad.v, the gradient of a weight x^power is
+// factor * grad.v + constant; `dot` is the sum of output * grad.
+struct RowTerms {
+  float factor, constant, dot;
+};
+
+template <class T>
+inline RowTerms row_terms(const Problem& p, int64_t b, int64_t h, int64_t row) {
+  int64_t number = (b * p.heads + h) * p.rows + row;
+  float factor = factor_of(p, b, h, row);
+  RowTerms terms{factor, p.grad_sums ? p.grad_sums[number] * factor : 0, 0};
+  if (p.row_normalise <= 0 && !p.row_dots) return terms;
+  const T* grad = at<T>(p.grad, p.grad_strides, b, h, row);
+  terms.dot = p.exact_out ? dot(exact_row(p, b, h, row), grad, p.value_width)
+                          : dot(at<T>(p.out, p.out_strides, b, h, row), grad, p.value_width);
+  if (p.row_normalise > 0) {
+    terms.factor /= p.row_sums[number] + float(p.row_normalise);
+    // The gradient of the row's sum, by which the row is divided.
+    terms.constant -= terms.dot * terms.factor;
+  }
+  return terms;
+}
+
+// Sums over the keys of a row: of weight * grad.v and of power * x^(power - 1).
+struct RowSums {
+  float dot, slope;
+};
+
+// Stores the sum of output * grad of a row: where the output is rounded, `summed` has it. Returns what
+// the rounding added to the gradients of all scores of the row.
+template <class T>
+inline double store_dot(const Problem& p, int64_t b, int64_t h, int64_t row, const RowSums* summed) {
+  RowTerms terms = row_terms<T>(p, b, h, row);
+  p.row_dots[(b * p.heads + h) * p.rows + row] = summed ? summed->dot : terms.dot;
+  if (!summed || p.row_normalise <= 0) return 0;
+  return (terms.dot - summed->dot) * terms.factor * summed->slope;
+}
+
+// The weights of scores x, after rectification, and the gradients of those scores.
+template <int POWER>
+struct Weighed {
+  vec weight, steep, ds;
+
+  Weighed(vec x, vec dot, vec factor, vec constant)
+      : weight(raised<POWER>(x) * factor), steep(raised<POWER - 1>(x) * float(POWER)),
+        ds(x == 0 ? vec{} : (dot * factor + constant) * steep) {}
+};
 
 // Divides memory into aligned pieces; with a null start it only counts their size.
 class Memory {

@@ -75,58 +75,70 @@ inline vec multiply_add(vec c, const bf16* a, vec b) {
 }
 #endif
 
-// held += A B: M rows and N vectors of a product, in registers.
-template <int M, int N, class T>
+// held += A B: M rows and N vectors of a product, in registers. A may be FLIPPED, i.e. [K, M], and for
+// bfloat16 [K / 2, M, 2].
+template <bool FLIPPED = false, int M, int N, class T>
 inline void accumulate(vec (&held)[M][N], int64_t K, const T* a, int64_t lda, const T* b,
                        int64_t ldb) {
   constexpr int STEP = sizeof(float) / sizeof(T);
   for (int64_t k = 0; k < K; k += STEP) {
     vec row[N];
     for (int j = 0; j < N; j++) row[j] = load(b + k * ldb + j * LANES * STEP);
-    for (int i = 0; i < M; i++)
-      for (int j = 0; j < N; j++) held[i][j] = multiply_add(held[i][j], a + i * lda + k, row[j]);
+    for (int i = 0; i < M; i++) {
+      const T* left = FLIPPED ? a + k * lda + i * STEP : a + i * lda + k;
+      for (int j = 0; j < N; j++) held[i][j] = multiply_add(held[i][j], left, row[j]);
+    }
   }
 }
 
-template <int M, int N, class T>
+template <bool FLIPPED, int M, int N, class T>
 inline void block(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
                   int64_t ldc, bool add) {
   vec held[M][N];
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++) held[i][j] = add ? load(c + i * ldc + j * LANES) : vec{};
-  accumulate(held, K, a, lda, b, ldb);
+  accumulate<FLIPPED>(held, K, a, lda, b, ldb);
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++) store(c + i * ldc + j * LANES, held[i][j]);
 }
 
-// The rows that remain after blocks of full height.
-template <int M, int N, class T>
-inline void rest(int64_t left, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
-                 int64_t ldc, bool add) {
+// A block of at most M rows.
+template <bool FLIPPED, int M, int N, class... Rest>
+inline void block_of(int64_t height, Rest... rest) {
   if constexpr (M > 0) {
-    if (left == M) return block<M, N>(K, a, lda, b, ldb, c, ldc, add);
-    rest<M - 1, N>(left, K, a, lda, b, ldb, c, ldc, add);
+    if (height == M) return block<FLIPPED, M, N>(rest...);
+    block_of<FLIPPED, M - 1, N>(height, rest...);
   }
 }
 
-template <int N, class T>
+// N vectors of all rows, in blocks of nearly the same height: low ones would wait for their sums.
+template <bool FLIPPED, int N, class T>
 inline void strip(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, float* c,
                   int64_t ldc, bool add) {
-  int64_t i = 0;
-  for (; i + TALL <= M; i += TALL)
-    block<TALL, N>(K, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
-  rest<TALL - 1, N>(M - i, K, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+  constexpr int STEP = sizeof(float) / sizeof(T);
+  // Of the blocks, `low` have one row less than the others.
+  int64_t blocks = (M + TALL - 1) / TALL, most = (M + blocks - 1) / blocks, low = blocks * most - M;
+  for (int64_t i = 0; i < M;) {
+    int64_t height = blocks-- <= low ? most - 1 : most;
+    block_of<FLIPPED, TALL, N>(height, K, a + i * (FLIPPED ? STEP : lda), lda, b, ldb, c + i * ldc,
+                               ldc, add);
+    i += height;
+  }
 }
 
-// C [M, N] (+)= A [M, K] B on vectors; N is a multiple of LANES, and K is even for bfloat16.
-template <class T>
+// C [M, N] (+)= A [M, K] B on vectors; M is positive, N a multiple of LANES, and K even for bfloat16.
+template <bool FLIPPED = false, class T>
 [[gnu::noinline]] void vector_product(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda,
                                       const T* b, float* c, int64_t ldc, bool add, int64_t ldb) {
   constexpr int STEP = sizeof(float) / sizeof(T);
   int64_t j = 0;
-  for (; j + BROAD * LANES <= N; j += BROAD * LANES)
-    strip<BROAD>(M, K, a, lda, b + j * STEP, ldb, c + j, ldc, add);
-  for (; j < N; j += LANES) strip<1>(M, K, a, lda, b + j * STEP, ldb, c + j, ldc, add);
+  auto strips = [&](auto count) {
+    for (; j + count * LANES <= N; j += count * LANES)
+      strip<FLIPPED, count>(M, K, a, lda, b + j * STEP, ldb, c + j, ldc, add);
+  };
+  strips(std::integral_constant<int, BROAD>());
+  if constexpr (BROAD > 2) strips(std::integral_constant<int, 2>());
+  strips(std::integral_constant<int, 1>());
 }
 
 template <class T>
@@ -155,6 +167,12 @@ struct Products<float> {
     vector_product(M, N, K, a, lda, b, c, ldc, add, ldb);
   }
 
+  // C += A B with a FLIPPED A, as `put_pair` writes it.
+  static void add_flipped(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
+                          const float* b, float* c, int64_t ldc, int64_t ldb, float*) {
+    vector_product<true>(M, N, K, a, lda, b, c, ldc, true, ldb);
+  }
+
   // B for products with the transpose of these rows.
   template <class From>
   static void pack_transpose(float* to, Packed shape, const From* from, int64_t stride,
@@ -167,11 +185,6 @@ struct Products<float> {
   static void pack(float* to, int64_t ld, const From* from, int64_t stride, int64_t count,
                    int64_t height, int64_t width) {
     copy(to, ld, from, stride, count, height, width);
-  }
-
-  // A: the transpose of packed rows, [width, ld].
-  static const float* unpack_transpose(float*, const float* packed, int64_t, int64_t) {
-    return packed;
   }
 
   static vec rectified(vec x) { return x < 0 ? vec{} : x; }

@@ -43,15 +43,6 @@ struct PairTables {
     }
   }
 
-  static const bf16* unpack_transpose(bf16* to, const bf16* packed, int64_t ld, int64_t width) {
-    for (int64_t e = 0; e < width; e += 2)
-      for (int64_t i = 0; i < ld; i++) {
-        to[e * ld + i] = packed[e * ld + 2 * i];
-        to[(e + 1) * ld + i] = packed[e * ld + 2 * i + 1];
-      }
-    return to;
-  }
-
   static vec rectified(vec x) { return x > 0 ? x : vec{}; }
   static void put(bf16* to, vec x) {
     auto half = _mm512_cvtneps_pbh((__m512)x);
@@ -127,6 +118,13 @@ struct Products<bf16> : PairTables {
       for (int64_t j = 0; j < N; j += UNIT)
         square(K, a + i * lda, lda, b + 2 * j, ldb, c + i * ldc + j, ldc, add);
   }
+
+  // Tiles are rows of A: pairs of its elements are transposed into `room` [M, K].
+  static void add_flipped(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t lda,
+                          const bf16* b, float* c, int64_t ldc, int64_t ldb, bf16* room) {
+    flip((float*)room, {K / 2, M, K / 2}, (const float*)a, lda, K / 2, M);
+    product(M, N, K, room, K, b, c, ldc, true, ldb);
+  }
 };
 #elif defined(__AVX512BF16__)
 template <>
@@ -144,6 +142,11 @@ struct Products<bf16> : PairTables {
   static void product(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t lda, const bf16* b,
                       float* c, int64_t ldc, bool add, int64_t ldb) {
     vector_product(M, N, K, a, lda, b, c, ldc, add, ldb);
+  }
+
+  static void add_flipped(int64_t M, int64_t N, int64_t K, const bf16* a, int64_t lda,
+                          const bf16* b, float* c, int64_t ldc, int64_t ldb, bf16*) {
+    vector_product<true>(M, N, K, a, lda, b, c, ldc, true, ldb);
   }
 };
 #else

@@ -102,6 +102,17 @@ inline float wide(bf16 x) {
   return value;
 }
 
+// Sum of products of two rows.
+template <class A, class B>
+inline float dot(const A* a, const B* b, int64_t width) {
+  vec total{};
+  int64_t e = 0;
+  for (; e + LANES <= width; e += LANES) total += load_wide(a + e) * load_wide(b + e);
+  float result = sum(total);
+  for (; e < width; e++) result += wide(a[e]) * wide(b[e]);
+  return result;
+}
+
 template <class T>
 inline T narrow(float x);
 template <>
@@ -115,11 +126,14 @@ inline bf16 narrow<bf16>(float x) {
 }
 
 inline void store_narrow(float* to, vec x) { store(to, x); }
+// Words whose upper half is the number in bfloat16.
+inline bits rounded(vec x) {
+  bits word = (bits)x;
+  return x != x ? bits{} + 0x7fc00000u : word + 0x7fff + (word >> 16 & 1);
+}
 inline void store_narrow(bf16* to, vec x) {
   typedef bf16 halves __attribute__((vector_size(LANES * 2)));
-  bits word = (bits)x;
-  bits rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
-  halves half = __builtin_convertvector(x != x ? bits{} + 0x7fc0 : rounded, halves);
+  halves half = __builtin_convertvector(rounded(x) >> 16, halves);
   memcpy(to, &half, sizeof half);
 }
 

@@ -127,7 +127,60 @@ def test_decodes_a_long_cache(rows: int, width: int, laid: str, threads: None) -
         assert error(sums, wanted[1]) <= bound
 
 
-@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("", keys=1303, width=64, value_width=64, threshold=(0.3, -0.1), gamma=True),
+        Case("", keys=1303, heads=6, width=5, value_width=37, row_normalise=0.2, power=2),
+        Case("", batch=2, keys=1303, key_lengths=(1303, 700), statistics=1, threshold=-0.5),
+        Case("", batch=2, keys=45, key_lengths=(0, 40), row_normalise=0.1, gamma=True),
+    ],
+    ids=["long", "groups", "padding", "short"],
+)
+@pytest.mark.parametrize(
+    ("queries", "rules"), [(1, {}), (3, {"causal": True}), (3, {"causal": True, "window": 600})]
+)
+def test_gradients_of_a_few_rows(
+    case: Case, queries: int, rules: dict[str, Any], dtype: torch.dtype, threads: None
+) -> None:
+    bound = BOUNDS[dtype]
+    case = replace(case, queries=queries, **rules)
+    check(op.attend, arguments(case, dtype, "cpu"), bound, 3 * bound)
+
+
+def test_a_few_rows_read_visible_keys_only() -> None:
+    q, k, v = (torch.randn(1, 2, 3 if name == "q" else 45, 16) for name in "qkv")
+    spoilt = k.clone()
+    # Only the last row sees it.
+    spoilt[:, :, -1] = torch.nan
+
+    def gradients(keys: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [each.clone().requires_grad_() for each in (q, keys, v)]
+        output = relu_attention(*leaves, causal=True, threshold=-1.0, impl="cpu")
+        return [output, *torch.autograd.grad(output.sum(), leaves)]
+
+    wanted, found = gradients(k), gradients(spoilt)
+    for one, other in zip(wanted[:2], found[:2], strict=True):
+        assert torch.equal(one[:, :, :2], other[:, :, :2]) and other[:, :, 2].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 30), (20, 23), (9, 127)])
+def test_short_rows_of_bfloat16_are_rounded_once(rows: int, keys: int) -> None:
+    lengths = (rows, keys, keys, rows)
+    q, k, v, grad = (torch.randn(2, 4, length, 24).bfloat16() for length in lengths)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [each.to(dtype).requires_grad_() for each in (q, k, v)]
+        gamma, threshold = (torch.full((4,), x, requires_grad=True) for x in (1.3, -0.3))
+        options = {"gamma": gamma, "threshold": threshold, "row_normalise": 0.1, "power": 4}
+        output = relu_attention(*leaves, causal=True, impl="cpu", **options)
+        found = torch.autograd.grad(output, (*leaves, gamma, threshold), grad.to(dtype))
+        results.append([output.detach(), *found])
+    for narrow, wide in zip(*results, strict=True):
+        torch.testing.assert_close(narrow, wide.to(narrow.dtype), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
 def test_padding_may_hold_anything(rows: int, dtype: torch.dtype) -> None:
     given = arguments(Case("", batch=2, queries=rows, keys=99, key_lengths=(70, 0)), dtype, "cpu")
     outputs, grads = found(op.attend, given)

@@ -158,6 +158,8 @@ CASES = (
     Case("", queries=171, keys=203, width=40, value_width=72, causal=True, power=4),
     Case("", queries=37, keys=70, width=33, value_width=7, window=20, statistics=1),
     Case("", batch=2, queries=50, keys=99, key_lengths=(70, 0), row_normalise=0.1),
+    Case("", queries=50, keys=139, gamma=True, threshold=(-0.4, 0.3), row_normalise=0.1),
+    Case("", queries=3, keys=139, width=33, value_width=7, causal=True, gamma=True),
 )
 
 
