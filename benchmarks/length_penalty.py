@@ -8,7 +8,6 @@ of the model's recipe by paired bootstrap. `--keep` keeps translations between c
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from benchmarks.model_card import (
     METRICS,
     SystemSpec,
     TestSet,
+    add_sampling,
     parser_of,
     scores_of,
     translate_once,
@@ -34,10 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Translate with each penalty, and score."""
     parser = parser_of(__doc__)
     parser.add_argument("--penalties", type=float, nargs="+", default=[0.6, 0.8, 1.2, 1.4, 1.6])
-    parser.add_argument("--every", type=int, default=3, help="use every n-th document")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="folder that keeps translations between calls")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    add_sampling(parser, every=3)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     folder = options.model or shipped_model()

@@ -223,6 +223,14 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_sampling(parser: argparse.ArgumentParser, every: int) -> None:
+    """Add the options of scripts that translate some documents; `every` is the default."""
+    parser.add_argument("--every", type=int, default=every, help="use every n-th document")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder that keeps translations between calls")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+
+
 @guarded
 def main() -> None:
     """Measure, and write or compare the scores."""

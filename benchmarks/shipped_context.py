@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from benchmarks.model_card import (
     METRICS,
     SystemSpec,
     TestSet,
+    add_sampling,
     parser_of,
     scores_of,
     translate_once,
@@ -35,7 +35,7 @@ from reluformer.evaluation.scores import evaluate
 from reluformer.files import sha256, write_json
 from reluformer.info import commit, info
 from reluformer.shipped import shipped_model
-from reluformer.study.probes import reading_distances
+from reluformer.study.probes import reading_distances, restore_order, shuffle_sentences
 
 SINGLE = "single sentences"
 
@@ -102,18 +102,13 @@ def extrapolation(test: Experiment, lengths: Sequence[int]) -> dict[str, Any]:
 
 def shuffled(documents: Documents) -> tuple[Documents, list[int]]:
     """Sentences in a random order in documents of the same sizes, and the order."""
-    sentences = list(chain(*documents))
-    order = list(range(len(sentences)))
-    Random(0).shuffle(order)
-    return _in_documents([sentences[at] for at in order], documents), order
+    mixed, order = shuffle_sentences(list(chain(*documents)))
+    return _in_documents(mixed, documents), order
 
 
 def restored(documents: Documents, order: list[int]) -> Documents:
     """Undo `shuffled`."""
-    sentences = [""] * len(order)
-    for at, sentence in zip(order, chain(*documents), strict=True):
-        sentences[at] = sentence
-    return _in_documents(sentences, documents)
+    return _in_documents(restore_order(list(chain(*documents)), order), documents)
 
 
 def _in_documents(sentences: list[str], sizes: Documents) -> Documents:
@@ -135,10 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--every", type=int, default=1, help="use every n-th document")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="folder that keeps translations between calls")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    add_sampling(parser, every=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     result = {

@@ -58,7 +58,7 @@ def chosen(rule: str, panel: Panel, length: int) -> list[str]:
     tile = fastest_tile(panel.width, settings)
     if panel.each == "forward":
         return [f"{tile}, recomputed"]
-    is_stored = panel.width == 128 and length in lengths_to_store(settings)
+    is_stored = length in lengths_to_store(panel.width, settings)
     gradients = "stored" if is_stored else "recomputed"
     return [f"{name}, {gradients}" for name in (tile, *TILES)]
 

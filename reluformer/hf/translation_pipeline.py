@@ -13,7 +13,7 @@ class TranslationPipeline(Pipeline):  # type: ignore[misc]  # transformers has n
     Examples:
         >>> translate = transformers.pipeline("translation", "exported/model")
         >>> translate("It costs three euros.")
-    [{'translation_text': ...}]
+        [{'translation_text': ...}]
 
     Keyword arguments of a call are those of `generate`.
     """

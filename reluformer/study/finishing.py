@@ -9,7 +9,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def finish_cell(
 
 
 class _Progress:
-    """What is done for one model and one way of decoding, also by an earlier start."""
+    """Results so far of one model and one way of decoding, also of an earlier start."""
 
     def __init__(self, path: Path, key: str, values: dict[str, Any]) -> None:
         self._path, self._key = path, key
@@ -89,7 +88,7 @@ class _Progress:
     def load(cls, run: Path, decoding: Decoding) -> "_Progress":
         """Progress of a run; none if it is of another model or another way of decoding."""
         path = run / "finishing.json"
-        key = f"{sha256(run / MODEL / WEIGHTS)} {json.dumps(asdict(decoding))}"
+        key = f"{sha256(run / MODEL / WEIGHTS)} {json.dumps(dataclasses.asdict(decoding))}"
         values = read_json_object(path) if path.is_file() else {}
         return cls(path, key, values if values.get("key") == key else {})
 

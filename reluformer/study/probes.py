@@ -80,15 +80,31 @@ def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
 def _shuffled(translator: Translator, texts: list[str]) -> list[str]:
     """Translations of sentences among random other sentences, in the original order."""
     places = [at for at, text in enumerate(texts) if text.strip() not in ("", DOCUMENT)]
-    order = list(places)
+    mixed, order = shuffle_sentences([texts[at] for at in places])
+    translated = translator.lines(_with(texts, places, mixed), together=True)
+    return _with(texts, places, restore_order([translated[at] for at in places], order))
+
+
+def shuffle_sentences(sentences: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Sentences in a random order, which is always the same, and that order."""
+    order = list(range(len(sentences)))
     Random(0).shuffle(order)
-    mixed = list(texts)
-    for place, origin in zip(places, order, strict=True):
-        mixed[place] = texts[origin]
-    translated = translator.lines(mixed, together=True)
+    return [sentences[at] for at in order], order
+
+
+def restore_order(sentences: Sequence[str], order: Sequence[int]) -> list[str]:
+    """Undo `shuffle_sentences`."""
+    result = [""] * len(order)
+    for at, sentence in zip(order, sentences, strict=True):
+        result[at] = sentence
+    return result
+
+
+def _with(texts: Sequence[str], places: Sequence[int], sentences: Sequence[str]) -> list[str]:
+    """Texts with other sentences in some places."""
     result = list(texts)
-    for place, origin in zip(places, order, strict=True):
-        result[origin] = translated[place]
+    for place, sentence in zip(places, sentences, strict=True):
+        result[place] = sentence
     return result
 
 

@@ -238,7 +238,7 @@ struct Backward {
       if (store_row(to, part.dq + i * width, 1, p.width)) spoilt = 1;
       if (!p.row_dots) continue;
       RowSums summed = sums ? RowSums{part.dots[i], part.slopes[i]} : RowSums{};
-      d_offset += store_dot<T>(p, b, h, i, sums ? &summed : nullptr);
+      d_offset += store_dot(p, b, h, i, row_terms<T>(p, b, h, i), sums ? &summed : nullptr);
     }
     p.d_offset[head] = d_offset;
   }

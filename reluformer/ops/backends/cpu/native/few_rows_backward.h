@@ -140,7 +140,7 @@ struct FewRowsBackward {
         for (int64_t e = 0; e < width; e++) row.dq[e] += more.dq[e];
       }
       if (p.row_dots)
-        row.d_offset += store_dot<T>(p, b, row.h, row.number, sums ? &row.summed : nullptr);
+        row.d_offset += store_dot(p, b, row.h, row.number, row.terms, sums ? &row.summed : nullptr);
       p.d_offset[b * p.heads + row.h] += row.d_offset;
       T* dq = at<T>(p.dq, p.dq_strides, b, row.h, row.number);
       for (int64_t e = 0; e < p.width; e++) dq[e] = narrow<T>(row.dq[R::place(e)]);

@@ -117,9 +117,8 @@ struct RowSums {
 
 // Stores the sum of output * grad of a row: where the output is rounded, `summed` has it. Returns what
 // the rounding added to the gradients of all scores of the row.
-template <class T>
-inline double store_dot(const Problem& p, int64_t b, int64_t h, int64_t row, const RowSums* summed) {
-  RowTerms terms = row_terms<T>(p, b, h, row);
+inline double store_dot(const Problem& p, int64_t b, int64_t h, int64_t row, const RowTerms& terms,
+                        const RowSums* summed) {
   p.row_dots[(b * p.heads + h) * p.rows + row] = summed ? summed->dot : terms.dot;
   if (!summed || p.row_normalise <= 0) return 0;
   return (terms.dot - summed->dot) * terms.factor * summed->slope;

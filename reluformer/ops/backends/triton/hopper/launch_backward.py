@@ -124,23 +124,20 @@ def signs_are_faster(problem: Problem) -> bool:
 
 
 def stored_gradients_are_faster(problem: Problem) -> bool:
-    """Whether the kernels were measured to be faster with stored score gradients.
-
-    Calls of width 64 are slower: their gradients are as large for half of the arithmetic.
-    """
+    """Whether the kernels were measured to be faster with stored score gradients."""
     settings = problem.settings
-    if problem.q.shape[-1] != 128 or not versions.runs_recent_hopper():
-        return False
-    lengths = lengths_to_store(settings)
+    lengths = lengths_to_store(problem.q.shape[-1], settings)
     return settings.max_q in lengths and settings.max_k in lengths
 
 
-def lengths_to_store(settings: Settings) -> range:
+def lengths_to_store(width: int, settings: Settings) -> range:
     """Numbers of queries and keys for which `benchmarks/kernel_choices.py` measured a gain.
 
-    Few heads of longer calls fit into memory at a time. Causal calls allocate the blocks that they
-    skip.
+    Calls of width 64 are slower: their gradients are as large for half of the arithmetic. Few heads
+    of longer calls fit into memory at a time. Causal calls allocate the blocks that they skip.
     """
+    if width != 128 or not versions.runs_recent_hopper():
+        return range(0)
     if settings.causal:
         return range(4096, 8193) if settings.power > 2 else range(0)
     is_plain = settings.power == 1 and settings.row_normalise == 0
