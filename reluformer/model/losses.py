@@ -61,15 +61,15 @@ def translation_loss(
         Smoothed cross-entropy, and negative log-likelihood without gradient, both scalars.
     """
     # In half precision, the sum over the vocabulary would lose its tail.
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat, labels = precise.flatten(0, 1), target.flatten()
-    nll = functional.cross_entropy(flat, labels, ignore_index=pad_id, reduction="sum")
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    # Both losses share the log-probabilities; `cross_entropy` would compute them for each.
+    log_p = functional.log_softmax(logits.flatten(0, 1), dim=-1, dtype=precise)  # [B T, vocabulary]
+    labels = target.flatten()
+    nll = functional.nll_loss(log_p, labels, ignore_index=pad_id, reduction="sum")
     if smoothing == 0:
         return nll, nll.detach()
-    smooth = functional.cross_entropy(
-        flat, labels, ignore_index=pad_id, reduction="sum", label_smoothing=smoothing
-    )
-    return smooth, nll.detach()
+    uniform = -log_p.mean(dim=-1).masked_fill(labels == pad_id, 0.0).sum()
+    return (1 - smoothing) * nll + smoothing * uniform, nll.detach()
 
 
 def attention_sums(records: Sequence[AttentionRecord], margin: float = MARGIN) -> AttentionSums:
