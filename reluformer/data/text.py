@@ -138,25 +138,6 @@ def read_documents(files: TextPair) -> Iterator[list[tuple[str, str]]]:
         yield [(sentence.source, sentence.target) for sentence in sentences]
 
 
-def read_texts(path: Path | str, documents: bool | None = None) -> Iterator[list[str]]:
-    """Yield the documents of one text file as lists of sentences.
-
-    `documents` has the same meaning as in `TextPair`.
-    """
-    if documents is None:
-        documents = has_documents(path)
-    document: list[str] = []
-    for line in lines(path):
-        border = _border(line)
-        if not border:
-            document.append(line)
-        if document and (border or not documents):
-            yield document
-            document = []
-    if document:
-        yield document
-
-
 def write_documents(
     source: Path, target: Path, documents: Iterable[Iterable[tuple[str, str]]], *, marked: bool
 ) -> None:

@@ -44,7 +44,6 @@ def test_documents_round_trip(tmp_path: Path, documents: list, packer: tuple) ->
     for before, after in zip(plain[:2], packed[:2], strict=True):
         after.write_bytes(compress(before.read_bytes()))
     assert list(text.read_documents(packed)) == documents
-    assert list(text.read_texts(packed.source)) == [[s for s, _ in d] for d in documents]
 
 
 @FIXTURES
@@ -122,7 +121,6 @@ def test_marks_and_blank_lines_separate_documents(tmp_path: Path) -> None:
     files = pair(tmp_path, content, content)
     expected = [["a", "b"], ["c"], ["d"]]
     assert [[s for s, _ in d] for d in text.read_documents(files)] == expected
-    assert list(text.read_texts(files.source)) == expected
     alone = files._replace(documents=False)
     assert [len(d) for d in text.read_documents(alone)] == [1, 1, 1, 1]
 
