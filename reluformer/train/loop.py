@@ -37,7 +37,7 @@ from reluformer.train.progress import Plain, Reporter, reporter
 from reluformer.train.requirements import check as check_memory
 from reluformer.train.requirements import estimate
 from reluformer.train.schedules import learning_rate, step_seed
-from reluformer.train.trainer_state import should_compile, should_use_graphs
+from reluformer.train.trainer_state import compiler_errors, should_compile, should_use_graphs
 from reluformer.train.validation import dev_bleu, dev_loss, measure_attention
 
 
@@ -67,7 +67,11 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     run = Path(out)
     run_dir.check_recipe(run, recipe)
     if not run_dir.is_finished(run):
-        with processes(recipe.train.device) as group, torch_settings(recipe.train, group.device):
+        with (
+            processes(recipe.train.device) as group,
+            torch_settings(recipe.train, group.device),
+            compiler_errors(),
+        ):
             _train(recipe, run, group, quiet)
     elif not quiet and own_rank() == 0:
         Plain().show(f"{run} is finished already: {run / checkpoint.MODEL}")

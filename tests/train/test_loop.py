@@ -152,6 +152,19 @@ def test_invalid_settings_are_refused_before_anything_is_written(tmp_path: Path)
         assert not (tmp_path / "run").exists()
 
 
+def test_a_failure_of_the_compiler_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def fail(*arguments: Any) -> None:
+        raise TorchDynamoException("no C++ compiler\nwith details")
+
+    monkeypatch.setattr(loop, "_train", fail)
+    with pytest.raises(UserError, match=r"train.compile=false trains .*: no C\+\+ compiler$"):
+        train(tiny(), tmp_path)
+
+
 def test_changed_data_is_refused(tmp_path: Path, interrupted: Any) -> None:
     interrupted(5)
     with pytest.raises(KeyboardInterrupt):
