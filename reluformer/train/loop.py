@@ -95,6 +95,8 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
             checkpoint.clean(run)
         progress = stack.enter_context(reporter(config.steps, enabled=group.main and not quiet))
         progress.show(f"this run needs: {needs}")
+        for split, examples in data.describe().items():
+            progress.show(f"{split}: {examples}")
         loop = _Loop(recipe, run, group, data, model, progress)
         stack.callback(loop.close)
         state = loop.run_steps()

@@ -68,11 +68,7 @@ def describe(run: Path, recipe: Recipe, data: TrainingData, group: Processes, st
     description = {
         "recipe": recipe.hash,
         "data": data.checksums,
-        "examples": {
-            name: split.packing.describe()
-            for name, split in (("train", data.train), ("dev", data.dev))
-            if split is not None
-        },
+        "examples": data.describe(),
         "seed": recipe.train.seed,
         "starts": [*_description(run).get("starts", []), _start(group, step)],
     }
