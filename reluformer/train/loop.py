@@ -22,7 +22,7 @@ from reluformer.train import run_dir
 from reluformer.train.attention_stats import LEGEND, AttentionStats, IntervalLosses, Meter
 from reluformer.train.cuda_graph import Graphs
 from reluformer.train.data import TrainingData, load_data
-from reluformer.train.divergence import Guard
+from reluformer.train.divergence import Guard, check_finite
 from reluformer.train.finalise import finish
 from reluformer.train.initialise import (
     autocast,
@@ -213,18 +213,21 @@ class _Loop:
         seconds = time.perf_counter() - self.clock
         self.guard.check(state.step, interval, attention)
         state = dataclasses.replace(state, lowest=self.guard.lowest)
-        state, measured = self._validate(state)
+        state, measured = self._validate(state, attention)
         self._report(state, interval, attention, tokens / seconds, measured)
         if self._is_saved(state):
             self._save(state)
         self.clock = time.perf_counter()
         return state
 
-    def _validate(self, state: RunState) -> tuple[RunState, dict[str, float]]:
+    def _validate(
+        self, state: RunState, attention: AttentionStats
+    ) -> tuple[RunState, dict[str, float]]:
         """Dev loss and BLEU if due, and the state with the best loss and early stopping."""
         config, measured = self.config, {}
         if _due(config.dev_every, state.step, config.steps):
             nll = self._dev_loss()
+            check_finite(state.step, "dev nll", nll, attention)
             measured["nll"] = nll
             if state.best_nll is None or nll < state.best_nll:
                 state = dataclasses.replace(state, best_nll=nll, best_step=state.step, stale=0)
