@@ -154,8 +154,7 @@ class _Loop:
     def run_steps(self) -> RunState:
         """Run the remaining steps; return the state after the last."""
         state, config, group = self.state, self.config, self.group
-        position = (state.position[0], state.position[1])
-        endless = self.batches.endless(position, rank=group.rank, world=group.world)
+        endless = self.batches.endless(state.position, rank=group.rank, world=group.world)
         self.clock = time.perf_counter()
         # `prefetch` is a generator, and closing it ends its thread.
         prefetched = cast("Generator[Batch]", prefetch(endless, pin=group.device.type == "cuda"))

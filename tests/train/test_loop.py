@@ -71,6 +71,26 @@ def test_after_deleting_a_damaged_checkpoint_a_run_resumes_from_the_previous_one
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("run.json", {"data": 5}, r"run.json.data must be a mapping, got 5"),
+        ("run.json", {"starts": None}, r"run.json.starts must be a list, got nothing"),
+        ("checkpoints/step-00000004/state.json", {"position": []}, "position must have 2 values"),
+    ],
+)
+def test_damaged_descriptions_are_refused_in_one_sentence(
+    tmp_path: Path, interrupted: Any, file: str, damage: dict[str, Any], message: str
+) -> None:
+    interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(), tmp_path, quiet=True)
+    path = tmp_path / file
+    write_json(path, {**json.loads(path.read_text()), **damage})
+    with pytest.raises(UserError, match=message):
+        train(tiny(), tmp_path, quiet=True)
+
+
 def test_runs_are_reproducible_and_seeds_matter(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         train(tiny(seed=seed, steps=2), tmp_path / name, quiet=True)
