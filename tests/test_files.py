@@ -1,6 +1,7 @@
 """Atomic files and folders: complete or absent, leftovers recognisable, links and nodes kept."""
 
 import errno
+import itertools
 import os
 import stat
 import threading
@@ -67,8 +68,11 @@ def test_write_errors_name_the_requested_path(tmp_path: Path) -> None:
         assert caught.value.filename == str(tmp_path / "other")
 
 
-def test_leftovers_with_the_same_process_id_are_discarded(tmp_path: Path) -> None:
-    old = tmp_path / f"f.{os.getpid()}.partial"
+def test_leftovers_with_the_same_process_id_are_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_CALLS", itertools.count(7))
+    old = tmp_path / f"f.{os.getpid()}.7.partial"
     old.mkdir()
     (old / "stale").touch()
     with atomic_folder(tmp_path / "f") as partial:
