@@ -253,3 +253,12 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     with atomic_path(path) as partial:
         partial.write_text("new")
     assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o555])
+def test_a_replaced_folder_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "private"
+    folder.mkdir(mode)
+    with atomic_folder(folder) as partial:
+        (partial / "new").touch()
+    assert (folder / "new").exists() and folder.stat().st_mode & 0o777 == mode | 0o700
