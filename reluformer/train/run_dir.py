@@ -16,7 +16,7 @@ from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER
 from reluformer.config.recipe import Recipe, first_difference, load_stored_recipe
 from reluformer.config.schema import build
 from reluformer.errors import UserError
-from reluformer.files import PARTIAL, write_json
+from reluformer.files import PARTIAL, real_path, write_json
 from reluformer.info import commit
 from reluformer.locks import lock_file
 from reluformer.model.pretrained import CONFIG
@@ -83,7 +83,8 @@ def locked(run: Path) -> Iterator[None]:
 
     Without effect on systems without file locks.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    # The folder may be a link to one that does not exist yet.
+    real_path(run).mkdir(parents=True, exist_ok=True)
     with lock_file(run / _LOCK, f"{run} is in use by another training process"):
         yield
 

@@ -204,6 +204,12 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
     train(tiny(steps=1), tmp_path, quiet=True)
 
 
+def test_the_folder_may_be_a_link_to_one_that_does_not_exist_yet(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
+    train(tiny(steps=1), tmp_path / "run", quiet=True)
+    assert (tmp_path / "run").is_symlink() and (tmp_path / "disk" / "run" / "model").is_dir()
+
+
 def test_early_stopping_ends_the_run_with_its_best_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
