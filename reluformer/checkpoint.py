@@ -44,7 +44,7 @@ class RunState:
 
     step: int = 0
     """Number of steps done."""
-    position: tuple[int, ...] = (0, 0)
+    position: tuple[int, int] = (0, 0)
     """Epoch and batch to continue with."""
     tokens: int = 0
     """Number of target tokens trained on."""

@@ -1,6 +1,9 @@
 """Demonstration (`make demo`): translate a document with the shipped model, score and measure."""
 
 import argparse
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +50,16 @@ def demo(folder: Path) -> None:
     print("\n3. Scores on a second document, which was translated by hand.")
     _show_scores(translator, folder)
     print("\n4. To translate your own text, and to see what each word reads:")
-    print('   echo "We need a common answer." | reluformer translate')
-    print("   reluformer serve      then open http://127.0.0.1:5000 in a browser")
+    print(f'   echo "We need a common answer." | {_program()} translate')
+    print(f"   {_program()} serve      then open http://127.0.0.1:5000 in a browser")
+
+
+def _program() -> str:
+    """The command line, with its folder unless the environment is active."""
+    program = Path(sys.executable).with_name("reluformer")
+    if shutil.which("reluformer") or not program.exists():
+        return "reluformer"
+    return os.path.relpath(program)
 
 
 def _show_scores(translator: Translator, folder: Path) -> None:

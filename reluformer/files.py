@@ -80,6 +80,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         with _errors_name(path, partial):
             with removed_on_termination(partial):
                 partial.mkdir()
+                if path.exists():
+                    # A private folder stays private; a read-only one could not be filled.
+                    partial.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
                 yield partial
                 for folder, _, names in os.walk(partial):
                     for name in names:

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -19,13 +19,13 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn
 
 from reluformer import KeyValueMemory, __version__, relu_attention
-from reluformer.checkpoint import MODEL
 from reluformer.config.recipe import load_recipe
 from reluformer.console import guarded, print_table
 from reluformer.data.synthetic import sample
 from reluformer.errors import UserError
 from reluformer.evaluation.results import Evaluation
 from reluformer.evaluation.scores import evaluate
+from reluformer.train.run_dir import check_recipe, is_finished
 from reluformer.translation.translator import Translator
 
 RECIPE = "tiny"
@@ -93,11 +93,14 @@ def _show_memory() -> None:
 
 def _train(folder: Path, overrides: Sequence[str]) -> None:
     """Train the unfinished models, at the same time."""
+    settings = {kind: [*overrides, f"model.attention.kind={kind}"] for kind in MODELS.values()}
+    for kind in MODELS.values():
+        check_recipe(folder / kind, load_recipe(RECIPE, settings[kind]))
     steps = load_recipe(RECIPE, overrides).train.steps
     running = {
-        name: _start(folder / kind, [*overrides, f"model.attention.kind={kind}"])
+        name: _start(folder / kind, settings[kind])
         for name, kind in MODELS.items()
-        if not (folder / kind / MODEL).is_dir()
+        if not is_finished(folder / kind)
     }
     if not running:
         print(f"   Both are trained already; remove {folder} to train them again.")
@@ -105,17 +108,25 @@ def _train(folder: Path, overrides: Sequence[str]) -> None:
     start = time.monotonic()
     try:
         with _watching(list(running), steps) as show:
-            while any(process.poll() is None for process in running.values()):
+            status = _status(running.values())
+            while None in status and not any(status):
                 time.sleep(_POLL)
+                status = _status(running.values())
                 show({name: _progress(folder / MODELS[name]) for name in running})
     finally:
         for process in running.values():
             process.terminate()
-    for name, process in running.items():
-        if process.wait():
+            process.wait()
+    for name, failed in zip(running, status, strict=True):
+        if failed:
             log = (folder / f"{MODELS[name]}.log").read_text(encoding="utf-8").strip()
             raise UserError(f"training {name} failed: {log.splitlines()[-1] if log else '?'}")
     print(f"   Trained {steps} steps each in {time.monotonic() - start:.0f} s.")
+
+
+def _status(running: "Iterable[subprocess.Popen[bytes]]") -> list[int | None]:
+    """Exit status of each process; None while it runs."""
+    return [process.poll() for process in running]
 
 
 def _start(run: Path, settings: Sequence[str]) -> "subprocess.Popen[bytes]":

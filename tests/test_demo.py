@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reluformer.demo import demo
+from reluformer.demo import _program, demo
 from reluformer.shipped import DEMO_DOCUMENT, SHIPPED_FOLDER, TEST_REFERENCE, TEST_SOURCE
 from tests.serve.tiny import tiny_model
 
@@ -27,6 +27,18 @@ def test_the_demonstration_translates_scores_and_counts(
     ]
     # A random ReLU model without threshold has zeros in every attention.
     assert all(0 < share < 100 for share in shares[:3])
+
+
+def test_commands_can_be_copied_without_an_active_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reluformer").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert _program() == f"{tmp_path.name}/reluformer"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert _program() == "reluformer"
 
 
 def test_the_documents_of_the_package_are_aligned() -> None:

@@ -1,6 +1,7 @@
 """Atomic files and folders: complete or absent, leftovers recognisable, links and nodes kept."""
 
 import errno
+import itertools
 import os
 import stat
 import threading
@@ -67,8 +68,11 @@ def test_write_errors_name_the_requested_path(tmp_path: Path) -> None:
         assert caught.value.filename == str(tmp_path / "other")
 
 
-def test_leftovers_with_the_same_process_id_are_discarded(tmp_path: Path) -> None:
-    old = tmp_path / f"f.{os.getpid()}.partial"
+def test_leftovers_with_the_same_process_id_are_discarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_CALLS", itertools.count(7))
+    old = tmp_path / f"f.{os.getpid()}.7.partial"
     old.mkdir()
     (old / "stale").touch()
     with atomic_folder(tmp_path / "f") as partial:
@@ -249,3 +253,12 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     with atomic_path(path) as partial:
         partial.write_text("new")
     assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o555])
+def test_a_replaced_folder_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "private"
+    folder.mkdir(mode)
+    with atomic_folder(folder) as partial:
+        (partial / "new").touch()
+    assert (folder / "new").exists() and folder.stat().st_mode & 0o777 == mode | 0o700

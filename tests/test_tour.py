@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from reluformer.cli import app
 from reluformer.errors import UserError
 from reluformer.tour import RECIPE, tour
+from reluformer.train.run_dir import locked
 
 SMALL = [
     "data.generated.train=40",
@@ -70,8 +71,27 @@ def test_the_tour_trains_translates_and_scores(
     assert again.partition("\n3.")[2] == first.partition("\n3.")[2] != ""
 
 
-def test_a_failed_training_is_reported_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "relu").mkdir()
-    (tmp_path / "relu" / "letter.txt").touch()
-    with pytest.raises(UserError, match=r"ReLU failed: .*letter.txt and is not a run"):
+def test_runs_of_other_settings_are_refused(tmp_path: Path) -> None:
+    tour(tmp_path, SMALL, documents=2)
+    with pytest.raises(UserError, match="another recipe: train.lr is 0.004 there and 0.1 here"):
+        tour(tmp_path, [*SMALL, "train.lr=0.1"], documents=2)
+
+
+def test_a_failed_training_ends_the_other_and_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    class Endless(InProcess):
+        """Runs until it fails or is terminated."""
+
+        def poll(self) -> int | None:  # type: ignore[override]
+            return self.status or None
+
+        def terminate(self) -> None:
+            ended.append(self.status)
+
+    monkeypatch.setattr("reluformer.tour._start", Endless)
+    with locked(tmp_path / "relu"), pytest.raises(UserError, match="ReLU failed: .* in use by"):
         tour(tmp_path, SMALL, documents=2)
+    assert ended == [2, 0]

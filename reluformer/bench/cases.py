@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 import torch
@@ -136,15 +137,16 @@ def plan(device: str, dtypes: tuple[str, ...] = (), quick: bool = False) -> Plan
     With `quick` the cases are tiny: they test the benchmark and measure nothing.
     """
     cuda = device == "cuda"
-    dtypes = dtypes or (("bfloat16",) if cuda else ("float32", "bfloat16"))
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not dtypes:
+        dtypes = ("bfloat16",) if cuda else ("float32",) if quick else ("float32", "bfloat16")
+    cases = partial(_quick, device) if quick else _gpu if cuda else _cpu
+    # A dtype that is given twice would time its cases twice.
+    all_cases = tuple(case for dtype in dict.fromkeys(dtypes) for case in cases(dtype))
     if quick:
-        empty = Plan((), matmul=64, rounds=3, row_seconds=0.0, workers=0)
-        return replace(empty, cases=tuple(_quick(device, dtypes[0])))
-    cases = _gpu if cuda else _cpu
-    all_cases = tuple(case for dtype in dtypes for case in cases(dtype))
+        return Plan(all_cases, matmul=64, rounds=3, row_seconds=0.0, workers=0)
     if cuda:
         return Plan(all_cases, matmul=8192, rounds=10, row_seconds=0.5, workers=8)
     return Plan(all_cases, matmul=1024, rounds=10, row_seconds=1.0, workers=0)

@@ -28,11 +28,11 @@ class ExampleSpans:
 
     def describe(self) -> str:
         """One line for logs: number of examples, oversized and excluded sentences."""
-        text = f"{len(self.spans)} examples"
+        text = f"{len(self.spans):,} examples"
         if len(self.oversized):
-            text += f", {len(self.oversized)} of them one sentence beyond the limit"
+            text += f", {len(self.oversized):,} of them one sentence beyond the limit"
         if len(self.excluded):
-            text += f"; {len(self.excluded)} sentences beyond the cap are excluded"
+            text += f"; sentences left out because they are too long: {len(self.excluded):,}"
         return text
 
 

@@ -94,7 +94,7 @@ class Meter:
         self.steps = 0
         """Number of steps in the interval."""
         self.tokens = 0
-        """Number of target tokens of this process in the interval."""
+        """Number of target tokens of all processes in the interval."""
 
     def add(self, losses: Tensor, grad_norm: Tensor, tokens: int) -> None:
         """Add one step: this process's part of `LOSSES` [5], and the global gradient norm []."""

@@ -54,6 +54,11 @@ class TrainingData:
     dev: Split | None
     checksums: dict[str, str]
 
+    def describe(self) -> dict[str, str]:
+        """Number of examples of each split, and of the sentences that are left out."""
+        splits = {"train": self.train, "dev": self.dev}
+        return {name: split.packing.describe() for name, split in splits.items() if split}
+
 
 def load_data(recipe: Recipe) -> TrainingData:
     """Generate or open the data of a recipe.

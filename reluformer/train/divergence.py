@@ -29,8 +29,7 @@ class Guard:
     def check(self, step: int, losses: IntervalLosses, attention: AttentionStats) -> None:
         """Raise `Diverged` if a loss of the interval up to `step` is not finite or exploded."""
         for name, value in losses._asdict().items():
-            if not math.isfinite(value):
-                raise Diverged(step, f"{name} is {value}", attention)
+            check_finite(step, name, value, attention)
         if self.explosion is not None and losses.nll > self.lowest + self.explosion:
             reason = f"loss per token rose to {losses.nll:.2f} from {self.lowest:.2f}"
             raise Diverged(step, reason, attention)
@@ -42,6 +41,12 @@ class Guard:
         new = {name: text for name, text in texts.items() if text and name not in self._reported}
         self._reported |= set(new)
         return list(new.values())
+
+
+def check_finite(step: int, name: str, value: float, attention: AttentionStats) -> None:
+    """Raise `Diverged` if a loss that was measured after `step` is not finite."""
+    if not math.isfinite(value):
+        raise Diverged(step, f"{name} is {value}", attention)
 
 
 def _collapse(attention: AttentionStats) -> str | None:

@@ -22,7 +22,7 @@ from reluformer.train import run_dir
 from reluformer.train.attention_stats import LEGEND, AttentionStats, IntervalLosses, Meter
 from reluformer.train.cuda_graph import Graphs
 from reluformer.train.data import TrainingData, load_data
-from reluformer.train.divergence import Guard
+from reluformer.train.divergence import Guard, check_finite
 from reluformer.train.finalise import finish
 from reluformer.train.initialise import (
     autocast,
@@ -37,7 +37,7 @@ from reluformer.train.progress import Plain, Reporter, reporter
 from reluformer.train.requirements import check as check_memory
 from reluformer.train.requirements import estimate
 from reluformer.train.schedules import learning_rate, step_seed
-from reluformer.train.trainer_state import should_compile, should_use_graphs
+from reluformer.train.trainer_state import compiler_errors, should_compile, should_use_graphs
 from reluformer.train.validation import dev_bleu, dev_loss, measure_attention
 
 
@@ -67,7 +67,11 @@ def train(recipe: Recipe, out: Path | str, *, quiet: bool = False) -> Trained:
     run = Path(out)
     run_dir.check_recipe(run, recipe)
     if not run_dir.is_finished(run):
-        with processes(recipe.train.device) as group, torch_settings(recipe.train, group.device):
+        with (
+            processes(recipe.train.device) as group,
+            torch_settings(recipe.train, group.device),
+            compiler_errors(),
+        ):
             _train(recipe, run, group, quiet)
     elif not quiet and own_rank() == 0:
         Plain().show(f"{run} is finished already: {run / checkpoint.MODEL}")
@@ -91,6 +95,8 @@ def _train(recipe: Recipe, run: Path, group: Processes, quiet: bool) -> None:
             checkpoint.clean(run)
         progress = stack.enter_context(reporter(config.steps, enabled=group.main and not quiet))
         progress.show(f"this run needs: {needs}")
+        for split, examples in data.describe().items():
+            progress.show(f"{split}: {examples}")
         loop = _Loop(recipe, run, group, data, model, progress)
         stack.callback(loop.close)
         state = loop.run_steps()
@@ -148,8 +154,7 @@ class _Loop:
     def run_steps(self) -> RunState:
         """Run the remaining steps; return the state after the last."""
         state, config, group = self.state, self.config, self.group
-        position = (state.position[0], state.position[1])
-        endless = self.batches.endless(position, rank=group.rank, world=group.world)
+        endless = self.batches.endless(state.position, rank=group.rank, world=group.world)
         self.clock = time.perf_counter()
         # `prefetch` is a generator, and closing it ends its thread.
         prefetched = cast("Generator[Batch]", prefetch(endless, pin=group.device.type == "cuda"))
@@ -207,18 +212,21 @@ class _Loop:
         seconds = time.perf_counter() - self.clock
         self.guard.check(state.step, interval, attention)
         state = dataclasses.replace(state, lowest=self.guard.lowest)
-        state, measured = self._validate(state)
+        state, measured = self._validate(state, attention)
         self._report(state, interval, attention, tokens / seconds, measured)
         if self._is_saved(state):
             self._save(state)
         self.clock = time.perf_counter()
         return state
 
-    def _validate(self, state: RunState) -> tuple[RunState, dict[str, float]]:
+    def _validate(
+        self, state: RunState, attention: AttentionStats
+    ) -> tuple[RunState, dict[str, float]]:
         """Dev loss and BLEU if due, and the state with the best loss and early stopping."""
         config, measured = self.config, {}
         if _due(config.dev_every, state.step, config.steps):
             nll = self._dev_loss()
+            check_finite(state.step, "dev nll", nll, attention)
             measured["nll"] = nll
             if state.best_nll is None or nll < state.best_nll:
                 state = dataclasses.replace(state, best_nll=nll, best_step=state.step, stale=0)

@@ -62,7 +62,8 @@ def rescale_scores(model: ReLUFormer, loss: Callable[[], float]) -> ScoreRescali
         for _ in range(_MOST):
             multiply(best * ratio)
             value = loss()
-            if value >= lowest:
+            # This form also refuses NaN.
+            if not value < lowest:
                 break
             best, lowest = best * ratio, value
         if best != 1.0:

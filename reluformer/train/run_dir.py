@@ -4,6 +4,7 @@ import datetime
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 import reluformer
 from reluformer.checkpoint import MODEL, RECIPE, TOKENIZER
 from reluformer.config.recipe import Recipe, first_difference, load_stored_recipe
+from reluformer.config.schema import build
 from reluformer.errors import UserError
-from reluformer.files import PARTIAL, write_json
+from reluformer.files import PARTIAL, real_path, write_json
 from reluformer.info import commit
 from reluformer.locks import lock_file
 from reluformer.model.pretrained import CONFIG
@@ -48,7 +50,7 @@ def check_recipe(run: Path, recipe: Recipe) -> None:
 
 def check_data(run: Path, data: TrainingData) -> None:
     """Raise UserError if the data differs from that of earlier starts of the run."""
-    for name, checksum in _description(run).get("data", {}).items():
+    for name, checksum in _read_history(run).data.items():
         if data.checksums.get(name) != checksum:
             raise UserError(f"{run} was trained on other data: the checksum of {name} has changed")
 
@@ -68,13 +70,9 @@ def describe(run: Path, recipe: Recipe, data: TrainingData, group: Processes, st
     description = {
         "recipe": recipe.hash,
         "data": data.checksums,
-        "examples": {
-            name: split.packing.describe()
-            for name, split in (("train", data.train), ("dev", data.dev))
-            if split is not None
-        },
+        "examples": data.describe(),
         "seed": recipe.train.seed,
-        "starts": [*_description(run).get("starts", []), _start(group, step)],
+        "starts": [*_read_history(run).starts, _start(group, step)],
     }
     write_json(run / RUN, description)
 
@@ -85,16 +83,25 @@ def locked(run: Path) -> Iterator[None]:
 
     Without effect on systems without file locks.
     """
-    run.mkdir(parents=True, exist_ok=True)
+    # The folder may be a link to one that does not exist yet.
+    real_path(run).mkdir(parents=True, exist_ok=True)
     with lock_file(run / _LOCK, f"{run} is in use by another training process"):
         yield
 
 
-def _description(run: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _History:
+    """The fields of a description that later starts of the run read."""
+
+    data: dict[str, str] = field(default_factory=dict)
+    starts: list[Any] = field(default_factory=list)
+
+
+def _read_history(run: Path) -> _History:
     path = run / RUN
-    if not path.is_file():
-        return {}
-    return read_json_object(path, JSON_LIMIT)
+    described = read_json_object(path, JSON_LIMIT) if path.is_file() else {}
+    known = {name: described[name] for name in ("data", "starts") if name in described}
+    return build(_History, known, str(path))
 
 
 def _start(group: Processes, step: int) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """State of training: model, optimiser and moving average of the weights."""
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from reluformer.checkpoint import Tensors
 from reluformer.config.train import TrainConfig
+from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.pretrained import distinct_tensors
 from reluformer.processes import Processes
@@ -121,6 +124,22 @@ def compile_layers(model: ReLUFormer) -> None:
     """
     for layer in [*model.encoder, *model.decoder]:
         layer.compile(dynamic=True)
+
+
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Turn errors of torch's compiler, such as a missing C++ compiler, into a `UserError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Imported by torch when it first compiles; the import takes seconds.
+        dynamo = sys.modules.get("torch._dynamo.exc")
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise UserError(
+            f"layers cannot be compiled, and train.compile=false trains without that: {reason}"
+        ) from error
 
 
 def _optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

@@ -62,5 +62,8 @@ def test_selection_by_part_or_pattern() -> None:
 def test_dtypes() -> None:
     assert {case.dtype for case in plan("cpu").cases} == {"float32", "bfloat16"}
     assert {case.dtype for case in plan("cuda", ("float16",)).cases} == {"float16"}
+    quick = plan("cpu", ("float32", "bfloat16", "float32"), quick=True).cases
+    assert {case.dtype for case in quick} == {"float32", "bfloat16"}
+    assert len({case.name for case in quick}) == len(quick)
     with pytest.raises(UserError, match="dtype must be one of bfloat16, float16, float32"):
         plan("cpu", ("float8",))

@@ -2,10 +2,13 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+
+import benchmarks
 
 pytest.importorskip("triton")
 
@@ -27,6 +30,11 @@ def test_a_benchmark_imports_and_has_a_main_function(name: str) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     assert callable(module.main)
     assert f"benchmarks.{name}" in module.__doc__ or f"benchmarks/{name}.py" in module.__doc__
+
+
+def test_the_package_lists_every_benchmark() -> None:
+    listed = set(re.findall(r"\w+", benchmarks.__doc__ or ""))
+    assert {*NAMES, "training"} <= listed
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_known_packing() -> None:
     packed = packing.pack_sentences(corpus, 10, cap=20)
     assert packed.spans.tolist() == [[0, 2], [2, 3], [3, 4], [5, 6]]
     assert packed.excluded.tolist() == [4]
-    assert packed.describe() == "4 examples; 1 sentences beyond the cap are excluded"
+    assert packed.describe() == "4 examples; sentences left out because they are too long: 1"
     kept = packing.pack_sentences(corpus, 10, cap=31)
     assert kept.oversized.tolist() == [4] and not len(kept.excluded)
     assert kept.describe() == "5 examples, 1 of them one sentence beyond the limit"

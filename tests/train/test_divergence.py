@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reluformer import checkpoint
-from reluformer.train import Diverged, train, trainer_state
+from reluformer.train import Diverged, loop, train, trainer_state
 from reluformer.train.attention_stats import IntervalLosses, SiteStatistics
 from reluformer.train.divergence import Guard
 from tests.train.tiny import tiny
@@ -81,3 +81,12 @@ def test_nothing_is_saved_after_a_bad_gradient(
     # The run resumes from there without the fault.
     train(recipe, tmp_path, quiet=True)
     assert (tmp_path / "model").is_dir()
+
+
+def test_a_dev_loss_that_is_not_finite_is_never_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "dev_loss", lambda *arguments: math.nan)
+    with pytest.raises(Diverged, match="diverged by step 2: dev nll is nan"):
+        train(tiny(dev_every=2, final="best", checkpoint_every=1), tmp_path, quiet=True)
+    assert checkpoint.steps(tmp_path) == [1]

@@ -71,6 +71,26 @@ def test_after_deleting_a_damaged_checkpoint_a_run_resumes_from_the_previous_one
     assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("run.json", {"data": 5}, r"run.json.data must be a mapping, got 5"),
+        ("run.json", {"starts": None}, r"run.json.starts must be a list, got nothing"),
+        ("checkpoints/step-00000004/state.json", {"position": []}, "position must have 2 values"),
+    ],
+)
+def test_damaged_descriptions_are_refused_in_one_sentence(
+    tmp_path: Path, interrupted: Any, file: str, damage: dict[str, Any], message: str
+) -> None:
+    interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(), tmp_path, quiet=True)
+    path = tmp_path / file
+    write_json(path, {**json.loads(path.read_text()), **damage})
+    with pytest.raises(UserError, match=message):
+        train(tiny(), tmp_path, quiet=True)
+
+
 def test_runs_are_reproducible_and_seeds_matter(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         train(tiny(seed=seed, steps=2), tmp_path / name, quiet=True)
@@ -152,6 +172,19 @@ def test_invalid_settings_are_refused_before_anything_is_written(tmp_path: Path)
         assert not (tmp_path / "run").exists()
 
 
+def test_a_failure_of_the_compiler_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import TorchDynamoException
+
+    def fail(*arguments: Any) -> None:
+        raise TorchDynamoException("no C++ compiler\nwith details")
+
+    monkeypatch.setattr(loop, "_train", fail)
+    with pytest.raises(UserError, match=r"train.compile=false trains .*: no C\+\+ compiler$"):
+        train(tiny(), tmp_path)
+
+
 def test_changed_data_is_refused(tmp_path: Path, interrupted: Any) -> None:
     interrupted(5)
     with pytest.raises(KeyboardInterrupt):
@@ -169,6 +202,12 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(UserError, match="in use by another"):
         train(tiny(), tmp_path, quiet=True)
     train(tiny(steps=1), tmp_path, quiet=True)
+
+
+def test_the_folder_may_be_a_link_to_one_that_does_not_exist_yet(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
+    train(tiny(steps=1), tmp_path / "run", quiet=True)
+    assert (tmp_path / "run").is_symlink() and (tmp_path / "disk" / "run" / "model").is_dir()
 
 
 def test_early_stopping_ends_the_run_with_its_best_weights(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,15 +95,20 @@ def test_the_meter_returns_means_and_resets() -> None:
 
 
 def test_plain_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tiny(steps=2, dev_every=2, log_every=2, model__attention__row_sum_init=0.6)
+    changes = {"model__attention__row_sum_init": 0.6, "data__max_length": 9}
+    recipe = tiny(steps=2, dev_every=2, log_every=2, **changes)
     train(recipe, tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("this run needs: ")
-    assert lines[1].startswith("attention at the start | cross sum 0.6")
-    assert lines[2].startswith("log lines: nll ")
-    assert lines[3].startswith("step 2 loss ") and " tok/s | cross sum " in lines[3]
-    assert lines[4].startswith("step 2 dev nll ") and lines[4].endswith("(best)")
-    assert lines[5].startswith("finished at step 2")
+    # A letter is one id, and the end another.
+    kept = "examples; sentences left out because they are too long:"
+    assert re.fullmatch(rf"train: \d\d {kept} \d\d", lines[1])
+    assert re.fullmatch(rf"dev: \d\d {kept} \d", lines[2])
+    assert lines[3].startswith("attention at the start | cross sum 0.6")
+    assert lines[4].startswith("log lines: nll ")
+    assert lines[5].startswith("step 2 loss ") and " tok/s | cross sum " in lines[5]
+    assert lines[6].startswith("step 2 dev nll ") and lines[6].endswith("(best)")
+    assert lines[7].startswith("finished at step 2")
     train(recipe, tmp_path)
     again = f"{tmp_path} is finished already: {tmp_path / 'model'}\n"
     assert capsys.readouterr().err == again

@@ -59,6 +59,12 @@ def test_the_search_ends_if_the_loss_always_falls() -> None:
     assert rescale_scores(model(), lambda: float(next(losses))).factor == pytest.approx(0.95**20)
 
 
+def test_a_factor_without_a_finite_loss_is_not_taken() -> None:
+    losses = iter([2.0, 1.0, math.nan])
+    found = rescale_scores(model(), lambda: next(losses))
+    assert found.factor == 0.95 and found.after == 1.0
+
+
 def test_a_finished_run_is_rescaled_and_reports_it(tmp_path: Path) -> None:
     recipe = tiny(rescale_scores=True, model__dropout=0.5, lr=0.02, steps=12)
     train(recipe, tmp_path / "run", quiet=True)

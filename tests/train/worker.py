@@ -2,8 +2,9 @@
 
     python -m tests.train.worker '{"out": "DIR", "fields": {"steps": 9}}'
 
-Fields are those of `tiny`. With `"float64": true` the model computes in double precision; with
-`"stall": N` the Nth checkpoint is never finished.
+Fields are those of `tiny`. With `"float64": true` the model computes in double precision. With
+`"stall": ["checkpoint", N]` the Nth checkpoint is never finished, and with `"log"` the Nth line of
+the metrics is never written.
 """
 
 import json
@@ -20,6 +21,7 @@ import torch
 
 from reluformer import checkpoint
 from reluformer.train import train
+from reluformer.train.metrics import Metrics
 from tests.train.tiny import tiny
 
 
@@ -29,7 +31,7 @@ def main(job: dict[str, Any]) -> None:
     if job.get("float64"):
         torch.set_default_dtype(torch.float64)
     if "stall" in job:
-        stall(job["stall"])
+        stall(*job["stall"])
     train(tiny(**job["fields"]), Path(job["out"]), quiet=True)
 
 
@@ -47,16 +49,19 @@ def _run(job: dict[str, Any], environment: dict[str, str]) -> None:
     main(job)
 
 
-def stall(number: int) -> None:
-    """Make the process sleep when checkpoint `number` lacks only its last file."""
-    original, calls = checkpoint.write_json, count(1)
+def stall(place: str, number: int) -> None:
+    """Make the process sleep in call `number` of the function that writes at this place."""
+    # The last file of a checkpoint, or a line of the metrics.
+    owner: Any = {"checkpoint": checkpoint, "log": Metrics}[place]
+    name = {"checkpoint": "write_json", "log": "write"}[place]
+    original, calls = getattr(owner, name), count(1)
 
-    def write(path: Path, value: Any) -> None:
+    def write(*arguments: Any) -> None:
         if next(calls) == number:
             time.sleep(600)
-        original(path, value)
+        original(*arguments)
 
-    checkpoint.write_json = write
+    setattr(owner, name, write)
 
 
 if __name__ == "__main__":
