@@ -3,7 +3,7 @@
 `reluformer.ops.signature` remembers a `PreparedForward` with the choice of the backend, and that
 remembers a `PreparedBackward` for each kind of gradient. A repeated call allocates its results and
 launches. It uses no other memory, and returns to the general way (`run_forward`, `run_backward`)
-where addresses, forced choices or the current GPU differ from those of the first call.
+where addresses or forced choices differ from those of the first call.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -88,6 +88,10 @@ class PreparedForward:
     def __call__(self, call: Call, options: Mapping[str, Any]) -> KernelResult | None:
         """Run a call of the signature; None if it has to go the general way."""
         q, k, v = call.q, call.k, call.v
+        if on_other_device(q):
+            # As in models whose layers are spread over GPUs.
+            with torch.cuda.device(q.device):
+                return self(call, options)
         gamma = options["gamma"] if self.has_gamma else None
         threshold = options["threshold"] if self.has_threshold else None
         optional = NO_INPUTS
