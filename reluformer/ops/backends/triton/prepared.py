@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from reluformer.ops.backends.gamma_gradient import RowGradients
-from reluformer.ops.backends.torch_state import is_untraced, needs_plain_backward
+from reluformer.ops.backends.torch_state import (
+    allows_tf32,
+    is_untraced,
+    needs_plain_backward,
+)
 from reluformer.ops.backends.triton import operators, run_backward, run_forward, tuning
 from reluformer.ops.backends.triton.backward_choice import Choice, new_store
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
@@ -47,16 +51,14 @@ class State:
 
     def __init__(self, q: Tensor) -> None:
         self.override = tuning.current()
-        self.precision: str | None = None
-        """Precision of float32 products; None for other dtypes."""
-        if q.dtype == torch.float32:
-            self.precision = torch.get_float32_matmul_precision()
+        self.is_float32 = q.dtype == torch.float32
+        self.has_tf32 = self.is_float32 and allows_tf32()
 
     def is_current(self, q: Tensor) -> bool:
         """Whether a launch that was prepared in this state may run on q."""
         return (
             tuning.current() is self.override
-            and (self.precision is None or self.precision == torch.get_float32_matmul_precision())
+            and (not self.is_float32 or self.has_tf32 == allows_tf32())
             and not on_other_device(q)
         )
 

@@ -1,6 +1,6 @@
 """Repeated calls skip the preparation, and only where nothing but values and addresses changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -154,9 +154,16 @@ def test_another_layout_of_the_gradient(
         compare(inputs(), options, lambda out, f=function: f(out.detach()))  # type: ignore[misc]
 
 
-def test_forced_tiles_and_precision_are_not_ignored(
-    general: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Restores the precision of matrix products."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("precision")
+def test_forced_tiles_and_precision_are_not_ignored(general: list[str]) -> None:
     def repeat() -> None:
         for _ in range(3):
             compare(inputs(), {})
@@ -169,7 +176,8 @@ def test_forced_tiles_and_precision_are_not_ignored(
         assert general == TWO_CALLS * 2
     repeat()
     assert general == TWO_CALLS * 3
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    # torch's older switch, `get_float32_matmul_precision`, raises from here on.
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     repeat()
     assert general == TWO_CALLS * 4
 
