@@ -7,10 +7,10 @@ One process runs one share of the calls. Every tensor has its own allocation of 
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -54,6 +54,16 @@ HOPPER = [
     for case, causal in ((WIDE, power != 4), (_WIDE128, power == 4))
 ]
 """Calls of each loop of the Hopper kernels: the powers, row-normalised with thresholds."""
+_POWER = {"power": 4, "threshold": (-4.0,) * 4, "row_normalise": 1e-4}
+_COMPACT = {"gradient_bytes": 1 << 24, "compact_gradients": True, "product_rows": 128}
+REQUESTED: list[tuple[Case, dict[str, Any]]] = [
+    (replace(WIDE, **_POWER), {"forward_tile": "three", "dq_tile": "three"}),
+    (replace(WIDE, **_POWER), {"dkv_tile": "wide", "dq_tile": "wide"}),
+    (replace(_WIDE128, **_POWER), {"forward_tile": "late"}),
+    (replace(_WIDE128, **_POWER, causal=True), _COMPACT),
+    (replace(WIDE, **_POWER, queries=61, keys=64), {"one_pass": True}),
+]
+"""Calls with options of `tuning.override` that only longer calls have by default, or no call."""
 # Number of processes; compilation dominates.
 SHARES = 15
 Outputs = list[Tensor]
@@ -66,7 +76,7 @@ def exact(given: Arguments) -> Arguments:
     return Arguments(leaves, given.options, given.cotangents)
 
 
-def jobs(hopper: bool, device: str, dtype: torch.dtype) -> list[Callable[[], Outputs]]:
+def jobs(hopper: bool, device: str, dtype: torch.dtype) -> list[partial[Outputs]]:
     """All groups of calls; together they launch every kernel.
 
     Args:
@@ -78,8 +88,10 @@ def jobs(hopper: bool, device: str, dtype: torch.dtype) -> list[Callable[[], Out
     packed = [partial(_packed, width, *where) for width in (64, 128)]
     decoding = partial(_dropout_and_decoding, device, dtype)
     dense = [partial(_dense, case, *where) for case in DENSE]
-    powers = [partial(_powers, case, device, dtype) for case in HOPPER if hopper]
-    return [*packed, decoding, *dense, *powers]
+    chosen = [(case, choice) for case, choice in REQUESTED if hopper or "one_pass" in choice]
+    chosen += [(case, {}) for case in HOPPER if hopper]
+    requested = [partial(_requested, *each, *where) for each in chosen]
+    return [*packed, decoding, *dense, *requested]
 
 
 def work(
@@ -113,8 +125,10 @@ def _dense(case: Case, hopper: bool, device: str, dtype: torch.dtype) -> Outputs
     return outputs
 
 
-def _powers(case: Case, device: str, dtype: torch.dtype) -> Outputs:
-    with tuning.override(hopper=True):
+def _requested(
+    case: Case, choice: dict[str, Any], hopper: bool, device: str, dtype: torch.dtype
+) -> Outputs:
+    with tuning.override(hopper=hopper, **choice):
         return found(op.attend, exact(arguments(case, dtype, device)))[0]
 
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -208,6 +208,16 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
+def times(problem: Problem, kernel: Kernel, tiles: Iterable[Tile]) -> dict[Tile, float]:
+    """Microseconds of a call with each tile."""
+    taken = {}
+    for tile in tiles:
+        # The launches of a backward pass are prepared with the tile.
+        with tuning.override({kernel: tile}):
+            taken[tile] = microseconds(work(problem, kernel))
+    return taken
+
+
 def jobs(cases: list[Case]) -> Iterator[tuple[Case, Kernel, Tile]]:
     """All combinations to time."""
     for case in cases:
@@ -239,11 +249,9 @@ def main() -> None:
         for kernel in KERNELS:
             if time.monotonic() - start > arguments.seconds:
                 break
-            call, taken = work(problem, kernel), {}
-            for tile in candidates(case, kernel):
-                if failed[case.width, case.mask, case.kind, kernel, tile] is None:
-                    with tuning.override({kernel: tile}):
-                        taken[tile] = microseconds(call)
+            kind = (case.width, case.mask, case.kind, kernel)
+            tiles = [tile for tile in candidates(case, kernel) if failed[*kind, tile] is None]
+            taken = times(problem, kernel, tiles)
             default = taken[candidates(case, kernel)[0]]
             best = sorted(taken, key=taken.__getitem__)[:3]
             shown = "  ".join(f"{taken[t]:.1f} {_short(t)}" for t in best)

@@ -14,6 +14,8 @@ POWERS = (1, 2, 4, 8)
 """Powers of a rectified rule; every backend supports them."""
 LARGEST = sys.float_info.max
 """Largest finite number; also compared with integers, which may be larger."""
+LEAST_EPSILON = 1e-30
+"""Smallest `row_normalise`: float32 can divide by it in rows whose weights are all zero."""
 POWERS_IN_WORDS = f"{', '.join(map(str, POWERS[:-1]))} or {POWERS[-1]}"
 
 
@@ -57,9 +59,10 @@ class Rectified:
             )
         if not 0 <= self.negative_slope < 1:
             raise UserError(f"negative_slope must be in [0, 1), got {quote(self.negative_slope)}")
-        if self.row_normalise is not None and not 0 < self.row_normalise <= LARGEST:
+        if self.row_normalise is not None and not LEAST_EPSILON <= self.row_normalise <= LARGEST:
             raise UserError(
-                f"row_normalise must be a finite number above 0, got {quote(self.row_normalise)}"
+                f"row_normalise must be a finite number of at least {LEAST_EPSILON}, "
+                f"got {quote(self.row_normalise)}"
             )
         if self.row_normalise is not None and self.negative_slope > 0:
             raise UserError(

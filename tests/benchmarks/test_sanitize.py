@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 
 from benchmarks import sanitize, sanitize_calls
 from benchmarks.sanitize import ERROR_STATUS, TIME_UP, Done
+from reluformer.ops.backends.triton import backward_launches, launch, run_forward
+from reluformer.ops.backends.triton.hopper import launch_forward
 from tests.ops.rectified import arguments
 
 REPORT = """========= Invalid __global__ write of size 4 bytes
@@ -39,9 +41,29 @@ def test_the_calls_contain_all_selected_cases_and_all_powers() -> None:
     assert loops == {(power, width) for power in (1, 2, 4, 8) for width in (64, 128)}
     everything = sanitize_calls.jobs(True, "cpu", torch.float32)
     portable = sanitize_calls.jobs(False, "cpu", torch.float32)
-    assert len(everything) - len(portable) == len(sanitize_calls.HOPPER)
+    requested = len(sanitize_calls.HOPPER) + len(sanitize_calls.REQUESTED)
+    # One kernel of a requested choice is portable.
+    assert len(everything) - len(portable) == requested - 1
     shares = [everything[share :: sanitize_calls.SHARES] for share in range(sanitize_calls.SHARES)]
     assert all(shares) and sum(map(len, shares)) == len(everything)
+
+
+def test_the_calls_launch_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[str] = set()
+
+    def record(self: Any, *arguments: Any) -> None:
+        launched.add(self.kernel.fn.__name__)
+
+    for kind in (launch.Launch, launch.SizedLaunch):
+        monkeypatch.setattr(kind, "__call__", record)
+    for module in (launch_forward, backward_launches, run_forward):
+        monkeypatch.setattr(module, "use_descriptors", lambda tensors: True)
+    decoding = {"decode_kernel", "combine_kernel", "append_kernel"}
+    for job in sanitize_calls.jobs(True, "cpu", torch.bfloat16):
+        # Decoding fills a cache on the GPU.
+        if job.func is not sanitize_calls._dropout_and_decoding:
+            job()
+    assert launched | decoding == set(sanitize.kernel_names())
 
 
 def test_tensors_have_no_slack_memory() -> None:

@@ -50,7 +50,7 @@ def test_attentions_without_a_rectified_rule(sequence: ShardedSequence, name: st
         ({"power": 5}, "power must be 1, 2, 4 or 8"),
         (
             {"move": "queries", "row_normalise": 0.0},
-            "row_normalise must be a finite number above 0, got 0",
+            "row_normalise must be a finite number of at least 1e-30, got 0",
         ),
         ({"impl": "sdpa"}, "torch's fused kernels compute softmax only"),
         ({"move": "queries", "impl": "triton"}, "cannot run this relu attention"),

@@ -91,7 +91,7 @@ def test_tensors_that_do_not_fit(tensors: tuple[Any, ...], message: str) -> None
         ),
         (
             {"row_normalise": 10**5000},
-            r"row_normalise must be a finite number above 0, got a num",
+            r"row_normalise must be a finite number of at least 1e-30, got a num",
         ),
         ({"window": 1.5}, r"window must be a whole number of at least 1, got 1.5"),
         ({"is_causal": True}, r"no option 'is_causal'; its options: gamma, length_exponent, neg"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from reluformer import ModelConfig, ReLUFormer, relu_attention
 from reluformer.errors import UserError
 from reluformer.model.config import AttentionConfig
+from reluformer.ops.rule import LEAST_EPSILON
 
 EPSILON = 0.01
 MASKS: dict[str, dict[str, Any]] = {
@@ -84,10 +85,20 @@ def test_gradients_are_those_of_the_definition() -> None:
     )
 
 
+@pytest.mark.parametrize("impl", ["reference", "cpu", "triton"])
+def test_rows_without_weight_with_the_smallest_number(impl: str) -> None:
+    if impl == "triton":
+        pytest.importorskip("triton")
+    q, k, v = (torch.randn(1, 2, 20, 16).requires_grad_() for _ in "qkv")
+    out = relu_attention(q, k, v, threshold=1e3, row_normalise=LEAST_EPSILON, impl=impl)
+    assert not any(each.any() for each in (out, *torch.autograd.grad(out.sum(), [q, k, v])))
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     given = leaves()
-    with pytest.raises(UserError, match="row_normalise must be a finite number above 0, got 0"):
-        relu_attention(given["q"], given["k"], given["v"], row_normalise=0)
+    for small in (0, 1e-31, -1.0):
+        with pytest.raises(UserError, match="row_normalise must be a finite number of at least 1e"):
+            relu_attention(given["q"], given["k"], given["v"], row_normalise=small)
     with pytest.raises(UserError, match="row_normalise needs negative_slope to be 0"):
         relu_attention(given["q"], given["k"], given["v"], row_normalise=0.1, negative_slope=0.2)
 

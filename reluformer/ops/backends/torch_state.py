@@ -39,6 +39,15 @@ def needs_plain_backward(*gradients: Tensor | None) -> bool:
     return any(gradient is not None and is_batched(gradient) for gradient in gradients)
 
 
+def allows_tf32() -> bool:
+    """Whether float32 matrix products on a GPU may round their inputs to TF32.
+
+    `torch.get_float32_matmul_precision` raises where a precision was set by the newer switches,
+    `fp32_precision` of `torch.backends`. This one knows both kinds.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def intercepts_operators(tensor: Tensor) -> bool:
     """Whether the tensor is of a subclass whose `__torch_dispatch__` replaces operators."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reluformer.errors import UserError, quote
 from reluformer.ops.memory import Scores
-from reluformer.ops.rule import Rectified, per_head
+from reluformer.ops.rule import LEAST_EPSILON, Rectified, per_head
 
 
 def relu(
@@ -46,7 +46,9 @@ def normalised_relu(
     Power 4 is faster and suits short rows; power 8 learns better on rows of hundreds of keys.
     """
     if row_normalise is None:
-        raise UserError("row_normalise must be a finite number above 0, got None")
+        raise UserError(
+            f"row_normalise must be a finite number of at least {LEAST_EPSILON}, got None"
+        )
     rule = Rectified(1.0, length_exponent, power, row_normalise=row_normalise)
     return replace(
         rule,

@@ -114,8 +114,14 @@ def prepare(
     if scales_grad:
         source = empty_heads(source, source.shape[-1])
     scale_rows = row_terms = None
-    # The Hopper kernels read terms in whole tiles of this pass; the portable ones read further.
-    joins_terms = dots_first and choice.uses_hopper and grads.level == 1
+    stores = choice.gradient_heads > 0
+    # This pass stores terms up to a whole tile of its own; kernels with larger tiles read further.
+    joins_terms = (
+        dots_first
+        and choice.uses_hopper
+        and grads.level == 1
+        and launch_backward.query_tile_rows(problem, gradients=stores) <= _SCALED_ROWS
+    )
     if scales_grad or dots_first:
         scale_rows = _scale_rows_launch(
             problem, grads, source if scales_grad else None, dots=dots_first, terms=joins_terms
@@ -125,9 +131,9 @@ def prepare(
     level, dq, dk, dv = grads.level, results.dq, results.dk, results.dv
     if choice.uses_hopper:
         dkv = launch_backward.dkv_launch(
-            problem, level, source, dk, dv, signs=has_signs, gradients=choice.gradient_heads > 0
+            problem, level, source, dk, dv, signs=has_signs, gradients=stores
         )
-        if choice.gradient_heads > 0:
+        if stores:
             dq_launch = launch_backward.dq_product_launch(problem, dq, choice.gradient_heads)
         else:
             dq_launch = launch_backward.dq_launch(problem, level, source, dq, signs=has_signs)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from reluformer.ops.backends.torch_state import allows_tf32
 from reluformer.ops.backends.triton import tuning
 from reluformer.ops.backends.triton.descriptors import View, tile_view
 from reluformer.ops.backends.triton.direct import DirectLaunch, direct_launch, has_hooks
@@ -48,8 +49,8 @@ def signature(numbers: Key, tensors: Sequence[Tensor | None]) -> Key:
     """
     first = tensors[0]
     assert first is not None
-    precision = torch.get_float32_matmul_precision() if first.dtype == torch.float32 else None
-    key: list[Hashable] = [numbers, tuning.current(), precision]
+    has_tf32 = first.dtype == torch.float32 and allows_tf32()
+    key: list[Hashable] = [numbers, tuning.current(), has_tf32]
     addresses = 0
     for tensor in tensors:
         if tensor is None:

@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from reluformer.ops.backends.torch_state import allows_tf32
 from reluformer.ops.backends.triton import tuning
 from reluformer.ops.backends.triton.portable.arguments import Config, Numbers
 from reluformer.ops.backends.triton.problem import Problem, pad
@@ -107,7 +108,7 @@ def is_interpreting() -> bool:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    # float32 follows torch's own switch; three tf32 products keep float32 accuracy.
+    # float32 follows torch's own switches; three tf32 products keep float32 accuracy.
     if dtype != torch.float32 or is_interpreting():
         return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if allows_tf32() else "tf32x3"

@@ -3,7 +3,7 @@
 `reluformer.ops.signature` remembers a `PreparedForward` with the choice of the backend, and that
 remembers a `PreparedBackward` for each kind of gradient. A repeated call allocates its results and
 launches. It uses no other memory, and returns to the general way (`run_forward`, `run_backward`)
-where addresses, forced choices or the current GPU differ from those of the first call.
+where addresses or forced choices differ from those of the first call.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from reluformer.ops.backends.gamma_gradient import RowGradients
-from reluformer.ops.backends.torch_state import is_untraced, needs_plain_backward
+from reluformer.ops.backends.torch_state import (
+    allows_tf32,
+    is_untraced,
+    needs_plain_backward,
+)
 from reluformer.ops.backends.triton import operators, run_backward, run_forward, tuning
 from reluformer.ops.backends.triton.backward_choice import Choice, new_store
 from reluformer.ops.backends.triton.backward_launches import BackwardLaunches, Gradients, Results
@@ -47,16 +51,14 @@ class State:
 
     def __init__(self, q: Tensor) -> None:
         self.override = tuning.current()
-        self.precision: str | None = None
-        """Precision of float32 products; None for other dtypes."""
-        if q.dtype == torch.float32:
-            self.precision = torch.get_float32_matmul_precision()
+        self.is_float32 = q.dtype == torch.float32
+        self.has_tf32 = self.is_float32 and allows_tf32()
 
     def is_current(self, q: Tensor) -> bool:
         """Whether a launch that was prepared in this state may run on q."""
         return (
             tuning.current() is self.override
-            and (self.precision is None or self.precision == torch.get_float32_matmul_precision())
+            and (not self.is_float32 or self.has_tf32 == allows_tf32())
             and not on_other_device(q)
         )
 
@@ -88,6 +90,10 @@ class PreparedForward:
     def __call__(self, call: Call, options: Mapping[str, Any]) -> KernelResult | None:
         """Run a call of the signature; None if it has to go the general way."""
         q, k, v = call.q, call.k, call.v
+        if on_other_device(q):
+            # As in models whose layers are spread over GPUs.
+            with torch.cuda.device(q.device):
+                return self(call, options)
         gamma = options["gamma"] if self.has_gamma else None
         threshold = options["threshold"] if self.has_threshold else None
         optional = NO_INPUTS

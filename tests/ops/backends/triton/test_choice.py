@@ -13,6 +13,7 @@ from reluformer.ops.backends.triton import (
     tuning,
     versions,
 )
+from reluformer.ops.backends.triton.backward_launches import Results, prepare
 from reluformer.ops.backends.triton.hopper import launch_backward, launch_forward
 from reluformer.ops.backends.triton.problem import NO_INPUTS, Problem, Settings
 from tests.ops.backends.triton.problems import with_changes
@@ -177,6 +178,18 @@ def test_requested_backward_tiles_where_registers_suffice(
     dkv, dq = backward_configs(call, gradients=True, dkv_tile="wide", dq_tile="three")
     assert dkv["COLS"] == 64, "score gradients are stored in blocks of 64"
     assert dq["CONSUMERS"] == 2, "the product has its own tiles"
+
+
+@pytest.mark.parametrize(("tile", "has_pass"), [(None, False), ("wide", True)])
+def test_row_terms_are_written_for_whole_tiles(tile: str | None, has_pass: bool) -> None:
+    call = problem(64, 1000, power=4, row_normalise=1e-4)
+    rows = torch.empty(call.q.shape[:3])
+    grads = run_backward.Gradients(torch.empty_like(call.q), torch.empty_like(call.q), row_sum=rows)
+    results = Results(call.q, call.k, call.v, rows, None)
+    with tuning.override(tma=True, dkv_tile=tile):
+        launches = prepare(call, grads, results, backward_choice.Choice(True, 0))
+    # The pass over output gradients writes terms in tiles of 64 rows.
+    assert launches.has_terms and (launches.row_terms is not None) == has_pass
 
 
 def test_rows_of_the_product_with_stored_gradients() -> None:

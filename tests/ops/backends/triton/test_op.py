@@ -246,6 +246,14 @@ def test_padding_may_contain_nan(one_loop: bool, tma: bool) -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize("queries", [20, 3], ids=["forward", "decoding"])
+@pytest.mark.parametrize("lengths", [(2**40, 20), (2**31 + 5, -(2**31) - 5)])
+def test_lengths_beyond_32_bits(lengths: tuple[int, ...], queries: int) -> None:
+    case = Case("", batch=2, queries=queries, keys=45, key_lengths=lengths, power=2)
+    check(op.attend, arguments(case, torch.float32, "cpu"), 2e-6, 5e-6)
+
+
+@on_cpu
 def test_no_queries_or_no_keys() -> None:
     for queries, keys in ((0, 5), (5, 0)):
         given = arguments(Case("", queries=queries, keys=keys, statistics=2), torch.float32, "cpu")

@@ -1,6 +1,6 @@
 """Repeated calls skip the preparation, and only where nothing but values and addresses changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from reluformer import relu_attention
 from reluformer.ops import signature
-from reluformer.ops.backends.triton import run_backward, run_forward, tuning
+from reluformer.ops.backends.triton import prepared, run_backward, run_forward, tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
 
@@ -154,9 +154,16 @@ def test_another_layout_of_the_gradient(
         compare(inputs(), options, lambda out, f=function: f(out.detach()))  # type: ignore[misc]
 
 
-def test_forced_tiles_and_precision_are_not_ignored(
-    general: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Restores the precision of matrix products."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("precision")
+def test_forced_tiles_and_precision_are_not_ignored(general: list[str]) -> None:
     def repeat() -> None:
         for _ in range(3):
             compare(inputs(), {})
@@ -169,9 +176,33 @@ def test_forced_tiles_and_precision_are_not_ignored(
         assert general == TWO_CALLS * 2
     repeat()
     assert general == TWO_CALLS * 3
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    # torch's older switch, `get_float32_matmul_precision`, raises from here on.
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     repeat()
     assert general == TWO_CALLS * 4
+
+
+def test_another_gpu_than_the_current_one(
+    general: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(inputs(), {})
+    compare(inputs(), {})
+    current = ["cuda:0"]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            current.append("cuda:1")
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *args: object) -> None:
+            current.pop()
+
+    for module in (prepared, run_forward):
+        monkeypatch.setattr(module, "on_other_device", lambda tensor: current[-1] == "cuda:0")
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    relu_attention(*inputs(), impl="triton")
+    assert general == TWO_CALLS and current == ["cuda:0"]
 
 
 def test_saved_tensors_that_come_back_in_another_layout() -> None:

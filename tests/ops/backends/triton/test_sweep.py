@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import tiles as sweep
 from reluformer.ops.backends.triton import tuning
+from reluformer.ops.backends.triton.launch import Launch
 
 
 @pytest.mark.parametrize("case", sweep.CASES, ids=str)
@@ -20,6 +21,20 @@ def test_the_default_models_call_is_quickly_compiled() -> None:
     kinds = {(case.width, case.mask, kernel, tile) for case, kernel, tile in jobs}
     assert len(kinds) <= 230
     assert [case for case in sweep.CASES if "model" in str(case)] == sweep.MODELS
+
+
+@pytest.mark.parametrize("kernel", sweep.KERNELS)
+def test_each_tile_is_timed(kernel: tuning.Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = sweep.Case(64, "causal", 32, "model").problem(tokens=32, device="cpu")
+    tiles, launched = (tuning.Tile(16, 16, 4, 1), tuning.Tile(32, 64, 4, 1)), []
+
+    def record(launch: Launch, *tensors: object) -> None:
+        launched.append((launch.options["CONFIG"].BLOCK_M, launch.options["CONFIG"].BLOCK_N))
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr(sweep, "microseconds", lambda call: (call(), launched[-1])[1])
+    found = sweep.times(problem, kernel, tiles)
+    assert found == {tile: (tile.queries, tile.keys) for tile in tiles}
 
 
 @pytest.mark.parametrize("mask", ["lengths", "causal"])

@@ -78,8 +78,8 @@ def key_end(lengths, batch, n_k):
     """Number of keys that exist in a sequence of the batch."""
     end = n_k
     if lengths is not None:
-        # Lengths outside [0, n_k] are clamped, as in the portable kernels.
-        end = gl.minimum(gl.maximum(gl.load(lengths + batch).to(gl.int32), 0), n_k)
+        # As `valid_keys` of the portable kernels: an int64 length may exceed 2^31.
+        end = gl.minimum(gl.maximum(gl.load(lengths + batch), 0), n_k).to(gl.int32)
     return end
 
 

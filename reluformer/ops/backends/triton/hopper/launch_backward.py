@@ -144,6 +144,11 @@ def lengths_to_store(width: int, settings: Settings) -> range:
     return range(1024, 4097 if is_plain else 8193)
 
 
+def query_tile_rows(problem: Problem, *, gradients: bool) -> int:
+    """Query rows of a tile of the kernel for dK and dV, which loads row terms for whole tiles."""
+    return _dkv_buffering(problem, gradients).cols
+
+
 def dkv_launch(
     problem: Problem, level: int, grad_out: Tensor, dk: Tensor, dv: Tensor, *, signs: bool,
     gradients: bool,
@@ -152,10 +157,7 @@ def dkv_launch(
     from reluformer.ops.backends.triton.hopper.backward_dkv import hopper_dkv_kernel
 
     q, k, v = problem.q, problem.k, problem.v
-    buffering = _DKV[q.shape[-1]]
-    if not gradients:
-        # Blocks of score gradients are narrow.
-        buffering = _named(problem, "dkv", tuning.current().dkv_tile) or buffering
+    buffering = _dkv_buffering(problem, gradients)
     config = _config(problem, level, buffering, signs=signs, gradients=gradients)
     tiled = [(q, config.COLS), (k, config.ROWS), (v, config.ROWS), (grad_out, config.COLS)]
     tiled += [(dk, config.ROWS), (dv, config.ROWS)]
@@ -207,6 +209,14 @@ def gradient_blocks(problem: Problem) -> int:
         last = key_blocks - triton.cdiv(max(keys - queries, 0), _SIDE)
         blocks = key_blocks * (_padded_queries(problem) // _SIDE) - last * (last - 1) // 2
     return blocks
+
+
+def _dkv_buffering(problem: Problem, gradients: bool) -> Buffering:
+    usual = _DKV[problem.q.shape[-1]]
+    if gradients:
+        # Blocks of score gradients are narrow.
+        return usual
+    return _named(problem, "dkv", tuning.current().dkv_tile) or usual
 
 
 def _is_compact(problem: Problem) -> bool:

@@ -20,6 +20,7 @@ from reluformer.ops.backends.triton.portable.device import (
     rectified,
     relu,
     row_factor,
+    valid_keys,
     visible,
     visible_count,
 )
@@ -110,7 +111,7 @@ def decode_kernel(
     kv_head = program // row_tiles // splits % kv_heads
     end = k_length
     if CONFIG.HAS_LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(lengths + b).to(tl.int32), 0), k_length)
+        end = valid_keys(lengths, b, k_length)
     # In pages, the queries of a sequence are aligned with its own length.
     offset = (end if CONFIG.PAGE else k_length) - q_length
 
@@ -275,7 +276,7 @@ def combine_kernel(
     else:
         end = k_length
         if CONFIG.HAS_LENGTHS:
-            end = tl.minimum(tl.maximum(tl.load(lengths + b).to(tl.int32), 0), k_length)
+            end = valid_keys(lengths, b, k_length)
         position = token + (end if CONFIG.PAGE else k_length) - q_length + one
         n = visible_count(position, end, window, CONFIG)
     factor = row_factor(n, gamma, h, numbers, CONFIG)

@@ -96,6 +96,13 @@ def keep_rows(tile, row, limit, ROWS: tl.constexpr):
 
 
 @triton.jit
+def valid_keys(key_lengths, b, n_k):
+    """Number of valid keys of sequence `b`, in [0, n_k], so that no access leaves the tensor."""
+    # Clamped before the conversion: an int64 length may exceed 2^31.
+    return tl.minimum(tl.maximum(tl.load(key_lengths + b), 0), n_k).to(tl.int32)
+
+
+@triton.jit
 def load_sequence(b, optional, q_length, k_length, CONFIG: tl.constexpr):
     """Lengths and positions of sequence `b`, packed or dense, as a `Sequence`."""
     if CONFIG.PACKED:
@@ -114,8 +121,7 @@ def load_sequence(b, optional, q_length, k_length, CONFIG: tl.constexpr):
         batch = b
     end = n_k
     if CONFIG.HAS_LENGTHS:
-        # Lengths out of range are clamped, so that no access leaves the tensor.
-        end = tl.minimum(tl.maximum(tl.load(optional.key_lengths + b).to(tl.int32), 0), n_k)
+        end = valid_keys(optional.key_lengths, b, n_k)
     return Sequence(batch, first_q, first_k, n_q, n_k, end)
 
 

@@ -211,6 +211,12 @@ def test_packed_sequences_in_emulator_match_reference(
     assert (out[:, :, -2:] == 7).all() and (row_sum[-2:] == 7).all()
 
 
+def test_key_lengths_are_clamped_in_64_bits() -> None:
+    key_end = gluon_emulator.kernels(FILE.with_name("device.py"))["key_end"]
+    lengths = gluon_emulator.Pointer(torch.tensor([2**40, -(2**40), 7]))
+    assert [int(key_end(lengths, at, 9)) for at in range(3)] == [9, 0, 7]
+
+
 class Mistake(NamedTuple):
     """A text of the kernel, its wrong replacement, and the error that the emulator must report."""
 
