@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from reluformer.context_parallel import partial_sums
 from reluformer.context_parallel.collectives import gather, scatter_sum
-from reluformer.context_parallel.sharding import ShardedSequence
+from reluformer.context_parallel.sharding import ShardedSequence, check_sequence
 from reluformer.errors import UserError
 from reluformer.ops.api import attend
 from reluformer.ops.backends.fused import with_cosines
@@ -95,6 +95,9 @@ def attention(
         UserError: If an argument is not allowed; nothing has been sent then.
     """
     row = partial_sums.additive(name)
+    check_sequence("sequence", sequence)
+    if keys is not None:
+        check_sequence("keys", keys)
     q, k, v = in_autocast_dtype(q, k, v)
     check_tensors(q, k, v)
     call = Call(

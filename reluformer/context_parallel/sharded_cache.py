@@ -14,7 +14,7 @@ from torch import Tensor
 
 from reluformer.context_parallel import partial_sums
 from reluformer.context_parallel.collectives import all_reduce_sum
-from reluformer.context_parallel.sharding import ShardedSequence, check_group
+from reluformer.context_parallel.sharding import ShardedSequence, check_group, check_sequence
 from reluformer.errors import UserError
 from reluformer.ops.backends.fused import with_cosines
 from reluformer.ops.cache_inputs import check_tokens, in_dtype_of
@@ -57,8 +57,7 @@ class ShardedCache:
         Raises:
             UserError: If the cache is not empty.
         """
-        if not isinstance(sequence, ShardedSequence):
-            raise UserError(f"sequence must be a ShardedSequence, got {type(sequence).__name__}")
+        check_sequence("sequence", sequence)
         check_tokens({"k": k, "v": v}, None)
         sequence.check(k, 2, "k")
         if self.length:

@@ -30,7 +30,7 @@ class ShardedSequence:
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, int) or self.length < 1:
+        if type(self.length) is not int or self.length < 1:
             raise UserError(f"length must be an integer of at least 1, got {self.length!r}")
         check_group(self.group)
 
@@ -83,10 +83,10 @@ class ShardedSequence:
 
         The gradient of `whole` is zero outside the shard.
         """
-        if whole.shape[dim] != self.length:
+        if _size(whole, dim) != self.length:
             raise UserError(
                 f"whole must have the {self.length} tokens of the sequence in dimension {dim}, "
-                f"got shape {list(whole.shape)}"
+                f"got {_kind(whole)}"
             )
         dim %= whole.dim()
         padding = [0, 0] * (whole.dim() - dim)
@@ -99,18 +99,34 @@ class ShardedSequence:
 
         Gradients are summed over the ranks: a loss that every rank computes counts R times.
         """
-        dim %= shard.dim()
         self.check(shard, dim, "shard")
+        dim %= shard.dim()
         return gather(shard, dim, self.group).narrow(dim, 0, self.length)
 
     def check(self, shard: Tensor, dim: int, name: str) -> None:
         """Raise UserError if a tensor does not have the size of a shard of this sequence."""
-        if shard.shape[dim] != self.shard_length:
+        if _size(shard, dim) != self.shard_length:
             raise UserError(
                 f"{name} must hold this rank's {self.shard_length} tokens in dimension {dim} "
                 f"({self.length} tokens, padded to {self.padded_length}, on {self.ranks} ranks), "
-                f"got shape {list(shard.shape)}"
+                f"got {_kind(shard)}"
             )
+
+
+def check_sequence(name: str, value: object) -> None:
+    """Raise UserError if an argument is no `ShardedSequence`."""
+    if not isinstance(value, ShardedSequence):
+        raise UserError(f"{name} must be a ShardedSequence, got {type(value).__name__}")
+
+
+def _size(tensor: object, dim: int) -> int | None:
+    """Size of a dimension; None for other values than tensors and for missing dimensions."""
+    is_there = isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim()
+    return tensor.shape[dim] if is_there else None
+
+
+def _kind(value: object) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_group(group: dist.ProcessGroup | None) -> None:

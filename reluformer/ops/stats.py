@@ -63,8 +63,8 @@ def summarise(weights: Tensor, visible: Tensor | None, unnormalised: Tensor | No
     size = weights.abs()
     row_sum = size.sum(dim=-1)
     log_sum = sum_of_w_log_w(size)
-    n = visible.sum(dim=-1).to(weights.dtype)
-    zeros = (visible & (weights == 0)).sum(dim=-1) / n.clamp_min(1)
+    n = visible.sum(dim=-1, dtype=weights.dtype)
+    zeros = (visible & (weights == 0)).sum(dim=-1, dtype=weights.dtype) / n.clamp_min(1)
     # Without any key there is no largest weight; the row sum is 0 there, with the right shape.
     largest = hide(weights, visible, -torch.inf).amax(dim=-1) if weights.shape[-1] else row_sum
     return Stats(

@@ -67,7 +67,8 @@ class Visibility:
         if self.mask is not None:
             table = self.table(rows, keys, device)
             assert table is not None
-            return table.sum(dim=-1)
+            # On a CPU, sums in int64 take far longer.
+            return table.sum(dim=-1, dtype=torch.int32).long()
         end: Tensor | int = keys
         if self.key_lengths is not None:
             end = self.key_lengths.to(device, torch.int64).clamp(0, keys).view(-1, 1, 1)

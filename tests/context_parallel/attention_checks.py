@@ -67,8 +67,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# The CPU backend refuses masks, so these cases show that blocks are full or causal. It rounds
-# tensor options to float32.
+# The CPU backend rounds tensor options to float32.
 CPU: dict[str, Any] = {"impl": "cpu", "learned": False, "gamma": 1.3, "threshold": 0.2}
 
 CASES: dict[str, dict[str, Any]] = {

@@ -75,9 +75,13 @@ def test_tensors_of_the_wrong_length(sequence: ShardedSequence) -> None:
         sequence.shard(k, 2)
     with pytest.raises(UserError, match="shard must hold"):
         sequence.unshard(k, 2)
+    with pytest.raises(UserError, match=r"dimension 4, got shape \[2, 2, 8, 8\]"):
+        sequence.shard(k, 4)
+    with pytest.raises(UserError, match="shard must hold .* got NoneType"):
+        sequence.unshard(cast(Any, None), 2)
 
 
-@pytest.mark.parametrize("length", [0, -1, 2.5])
+@pytest.mark.parametrize("length", [0, -1, 2.5, True])
 def test_wrong_sequence_lengths(sequence: ShardedSequence, length: Any) -> None:
     with pytest.raises(UserError, match="length must be an integer of at least 1"):
         ShardedSequence(length)
@@ -160,10 +164,14 @@ def test_wrong_groups_and_sequences(sequence: ShardedSequence) -> None:
     for group in ("ranks", 3):
         with pytest.raises(UserError, match="group must be a process group that this process"):
             ShardedCache(cast(Any, group))
-    _, k, v = make(rows=6, keys=6)
+    q, k, v = make(rows=6, keys=6)
     for wrong in (None, 6):
         with pytest.raises(UserError, match="sequence must be a ShardedSequence, got"):
             ShardedCache().fill(k, v, cast(Any, wrong))
+        with pytest.raises(UserError, match="sequence must be a ShardedSequence, got"):
+            attention("relu", q, k, v, cast(Any, wrong))
+    with pytest.raises(UserError, match="keys must be a ShardedSequence, got int"):
+        attention("relu", q, k, v, sequence, keys=cast(Any, 6))
 
 
 def test_models_without_support(sequence: ShardedSequence) -> None:

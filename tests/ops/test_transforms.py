@@ -168,6 +168,13 @@ def test_compilation_is_the_first_thing_in_a_process() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_numbers_that_a_compiler_replaces_by_symbols() -> None:
+    q, k, v = make(dtype=torch.float32)
+    function = torch.compile(attention, fullgraph=True, backend="eager", dynamic=True)
+    wanted = attention("leaky_relu", q, k, v, negative_slope=0.3)
+    torch.testing.assert_close(function("leaky_relu", q, k, v, negative_slope=0.3), wanted)
+
+
 def test_softmax_on_a_gpu_is_one_graph() -> None:
     # The question whether inference mode is on, asked on GPUs only, cannot be traced.
     with FakeTensorMode():

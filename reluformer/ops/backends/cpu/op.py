@@ -3,7 +3,7 @@
 Without softmax a tile needs no running maximum and no rescaling: its product with the values is
 added to the output. `plan` explains the factorisation that both paths share.
 
-The kernels of `native` are faster. Plain torch (`tables`) runs the remaining calls: masks, dropout,
+The kernels of `native` are faster. Plain torch (`tables`) runs the remaining calls: dropout,
 float64 and sums of w ln w.
 """
 

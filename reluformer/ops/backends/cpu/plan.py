@@ -92,13 +92,18 @@ def make_plan(call: Call, rule: Rectified) -> Plan:
     is_decoding = rows < MANY_ROWS and not trains
     has_table = call.visibility.mask is not None or call.dropout_p > 0
     statistics = call.statistics
-    is_native = not has_table and statistics < 2 and _has_kernel(call, trains)
+    is_native = call.dropout_p == 0 and statistics < 2 and _has_kernel(call, trains)
     is_rounded = is_native and trains and q.dtype == torch.bfloat16
     keeps_exact = is_rounded and rule.row_normalise is not None and keys < _SHORT_ROW
     rules = call.visibility
-    if trains and rules.key_lengths is not None:
-        # The backward pass must not see a change of the caller's lengths.
-        rules = replace(rules, key_lengths=rules.key_lengths.clone())
+    if trains:
+        # The backward pass must not see a change of the caller's lengths or mask.
+        lengths, mask = rules.key_lengths, rules.mask
+        rules = replace(
+            rules,
+            key_lengths=None if lengths is None else lengths.clone(),
+            mask=None if mask is None else _without_repeats(mask).clone(),
+        )
     may_mix_hidden = rules.mask is not None or rules.window is not None
     may_mix_hidden |= (rules.causal and rows > 1) or (
         rules.key_lengths is not None and not is_native
@@ -140,6 +145,14 @@ def _has_kernel(call: Call, trains: bool) -> bool:
     return not trains and call.q.shape[2] * call.groups < kernels.few_rows
 
 
+def _without_repeats(mask: Tensor) -> Tensor:
+    """The mask with size 1 along axes on which it is expanded."""
+    for axis, stride in enumerate(mask.stride()):
+        if stride == 0:
+            mask = mask.narrow(axis, 0, min(1, mask.shape[axis]))
+    return mask
+
+
 def sum_dtype(q: Tensor) -> torch.dtype:
     """Dtype of sums over rows: float32, or float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -166,7 +179,7 @@ def row_factor(
     """
     visibility, key = plan.visibility, None
     factor: Tensor | float | None = None
-    if plan.is_native and visibility.key_lengths is None:
+    if plan.is_native and visibility.key_lengths is None and visibility.mask is None:
         key = (plan.rows, plan.keys, visibility.causal, visibility.window, plan.scale, plan.power,
                plan.gamma, plan.length_exponent, q.dtype)  # fmt: skip
         factor = _FACTORS.get(key)
@@ -178,7 +191,7 @@ def row_factor(
             if visible is None:
                 n = visibility.count(plan.rows, plan.keys, q.device)
             else:
-                n = visible.sum(-1)
+                n = visible.sum(-1, dtype=torch.int32)
             if isinstance(n, int):
                 factor = unit * (max(n, 1) / 2) ** -plan.length_exponent
             else:

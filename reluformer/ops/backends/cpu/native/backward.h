@@ -131,12 +131,16 @@ struct Backward {
   // Turns scores into weights, and gradients of weights into those of scores; returns their sum.
   // With SUMS, adds to the sums of each row.
   template <int POWER, bool SUMS>
-  float weigh(const Buffers& r, int64_t b, int64_t key, int64_t key_span, int64_t row, int64_t span,
-              float offset, const Part& part) const {
-    float unit = float(p.unit);
+  float weigh(const Buffers& r, int64_t b, int64_t h, int64_t key, int64_t key_span, int64_t row,
+              int64_t span, const Part& part) const {
+    float unit = float(p.unit), offset = score_offset_of(p, h);
     vec total{};
     for (int64_t j = 0; j < key_span; j += 2) {
       Range seen[2] = {rows_of(p, b, key + j), rows_of(p, b, key + j + 1)};
+      MaskLine mask[2] = {};
+      // A key of padding follows the last one.
+      for (int o = 0; o < 2 && p.mask; o++)
+        mask[o] = mask_from(p, b, h, row, std::min(key + j + o, p.keys - 1), ROWS_AXIS);
       for (int64_t i = 0; i < span; i += LANES) {
         vec ds[2], dots{}, slopes{};
         vec factor = load(r.factor + row + i), constant = load(r.constant + row + i);
@@ -149,6 +153,7 @@ struct Backward {
                     ? x
                     : vec{};
           }
+          if (p.mask) x = mask[o].keep(x, i, p.rows - row - i);
           vec dot = load(r.slopes + here);
           Weighed<POWER> weighed(x, dot, factor, constant);
           total += weighed.ds;
@@ -216,10 +221,9 @@ struct Backward {
       P::product(key_span, span, value_width, r.values, value_width,
                  r.grad_flipped + row * value_width, r.slopes, tall, false, tall);
       *part.d_offset += with_power(p.power, [&](auto power) {
-        float offset = score_offset_of(p, h);
         if constexpr (ROUNDS)
-          if (sums) return weigh<power, true>(r, b, key, key_span, row, span, offset, part);
-        return weigh<power, false>(r, b, key, key_span, row, span, offset, part);
+          if (sums) return weigh<power, true>(r, b, h, key, key_span, row, span, part);
+        return weigh<power, false>(r, b, h, key, key_span, row, span, part);
       });
       P::product(key_span, value_width, depth, r.weights, tall, r.grad + row * value_width, dv,
                  value_width, true, value_width);

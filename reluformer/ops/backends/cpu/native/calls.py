@@ -95,6 +95,9 @@ def _problem(
     lengths, window = visibility.key_lengths, visibility.window
     if lengths is not None:
         lengths = lengths.to(torch.int64).contiguous()
+    mask = visibility.mask
+    if mask is not None:
+        mask = mask.expand(*q.shape[:3], k.shape[2])
     if offset is not None:
         offset = offset.to(torch.float32).contiguous()
     owner: object
@@ -113,11 +116,13 @@ def _problem(
         _address(outputs[1]),
         _address(offset),
         _address(lengths),
+        _address(mask),
         *factors,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *((0, 0, 0) if outputs[0] is None else outputs[0].stride()[:3]),
+        *((0, 0, 0, 0) if mask is None else mask.stride()),
         *q.shape,
         *k.shape[1:3],
         v.shape[3],
@@ -130,7 +135,7 @@ def _problem(
         plan.unit,
         *outputs[2],
     )
-    return problem, (offset, lengths, owner)
+    return problem, (offset, lengths, mask, owner)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -55,16 +55,19 @@ struct Decode {
         int64_t from = std::max(start, seen.from);
         int64_t to = std::min({start + BLOCK, last, seen.to});
         if (from < to)
-          row_block(q + i * width, out + i * value_width, totals[i], b, kv, from, to - from,
-                           score_offset_of(p, kv * groups + i / p.rows));
+          row_block(q + i * width, out + i * value_width, totals[i], b, kv, i, from, to - from);
       }
     if (splits == 1)
       for (int64_t i = 0; i < rows; i++) finish(r, table, i);
   }
 
-  // One row and at most BLOCK keys.
-  void row_block(const float* q, float* out, float& total, int64_t b, int64_t kv, int64_t from,
-                 int64_t count, float offset) const {
+  // Row i of a key head and at most BLOCK keys.
+  void row_block(const float* q, float* out, float& total, int64_t b, int64_t kv, int64_t i,
+                 int64_t from, int64_t count) const {
+    int64_t h = kv * groups + i / p.rows;
+    float offset = score_offset_of(p, h);
+    MaskLine mask{};
+    if (p.mask) mask = mask_from(p, b, h, i % p.rows, from, KEYS_AXIS);
     const T* k = at<T>(p.k, p.k_strides, b, kv, from);
     const T* v = at<T>(p.v, p.v_strides, b, kv, from);
     float weights[BLOCK];
@@ -76,6 +79,7 @@ struct Decode {
       x = Products<T>::rectified(x);
       x = with_power(p.power, [&](auto power) { return raised<power>(x); });
       x = count_from(int32_t(j)) < int32_t(count) ? x : vec{};
+      if (p.mask) x = mask.keep(x, j, count - j);
       sum += x;
       int known = some;
       for (int lane = 0; lane < LANES; lane++) {

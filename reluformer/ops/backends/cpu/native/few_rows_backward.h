@@ -83,6 +83,7 @@ struct FewRowsBackward {
       vec dot = R::products(row.grad, v, p.v_strides[2], count, p.value_width);
       x = x * float(p.unit) + score_offset_of(p, row.h);
       x = visible ? Products<T>::rectified(x) : vec{};
+      if (p.mask) x = mask_from(p, b, row.h, row.number, key, KEYS_AXIS).keep(x, 0, count);
       with_power(p.power, [&](auto power) {
         Weighed<power> weighed(x, dot, ::all(row.terms.factor), ::all(row.terms.constant));
         row.d_offset += sum(weighed.ds);

@@ -72,12 +72,16 @@ struct Forward {
         from = ints{} + int32_t(clipped(seen.from - first, 0, N * LANES));
         to = ints{} + int32_t(clipped(seen.to - first, 0, N * LANES));
       }
+      MaskLine mask{};
+      // Rows of padding follow the last one.
+      if (p.mask) mask = mask_from(p, t.b, t.h, std::min(t.row + i + m, p.rows - 1), first, KEYS_AXIS);
       for (int n = 0; n < N; n++) {
         vec x = P::rectified(scores(m, n) * unit + offset);
         if (!whole) {
           ints column = count_from(n * LANES);
           x = (column >= from) & (column < to) ? x : vec{};
         }
+        if (p.mask) x = mask.keep(x, n * LANES, p.keys - first - n * LANES);
         x = raised<POWER>(x);
         sum += x;
         P::put(r.weights + (i + m) * P::KEYS + start + n * LANES, x);

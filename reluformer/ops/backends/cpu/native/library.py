@@ -24,8 +24,8 @@ log = logging.getLogger("reluformer")
 
 PROBLEM = struct.Struct(
     "="
-    "8q"  # addresses: q, k, v, out, row_sums, score_offset, lengths, factor
-    "15q"  # strides of factor, q, k, v, out
+    "9q"  # addresses: q, k, v, out, row_sums, score_offset, lengths, mask, factor
+    "19q"  # strides of factor, q, k, v, out, mask
     "7q"  # batch, heads, rows, width, key_heads, keys, value_width
     "5q"  # power, causal, window, threads, is_bf16
     "2d"  # row_normalise, unit

@@ -13,8 +13,9 @@ struct Problem {
   float* row_sums;         // [B, H, Tq] or null
   const float* score_offset;  // [H] or null
   const int64_t* lengths;  // [B] or null
+  const uint8_t* mask;     // strided [B, H, Tq, Tk] or null: whether a row may see a key
   const float* factor;     // strided [B, H, Tq]: multiplies rows of the output or of `grad`
-  int64_t factor_strides[3], q_strides[3], k_strides[3], v_strides[3], out_strides[3];
+  int64_t factor_strides[3], q_strides[3], k_strides[3], v_strides[3], out_strides[3], mask_strides[4];
   int64_t batch, heads, rows, width, key_heads, keys, value_width;
   int64_t power, causal, window, threads, is_bf16;
   double row_normalise, unit;
@@ -42,14 +43,14 @@ inline int64_t keys_held(const Problem& p, int64_t b) {
   return p.lengths ? clipped(p.lengths[b], 0, p.keys) : p.keys;
 }
 
-// The keys that a row sees; from >= to if it sees none.
+// The keys that a row sees, unless the mask hides them; from >= to if it sees none.
 inline Range keys_of(const Problem& p, int64_t b, int64_t row) {
   int64_t at = row + p.keys - p.rows, end = keys_held(p, b);
   return {std::max<int64_t>(0, at - p.window + 1),
           std::min(end, at + (p.causal ? 1 : p.window))};
 }
 
-// The rows that see a key.
+// The rows that see a key, unless the mask hides it.
 inline Range rows_of(const Problem& p, int64_t b, int64_t key) {
   int64_t at = key - p.keys + p.rows;
   if (key >= keys_held(p, b)) return {0, 0};
@@ -65,6 +66,36 @@ inline const T* at(const void* base, const int64_t (&strides)[3], int64_t b, int
 template <class T>
 inline T* at(void* base, const int64_t (&strides)[3], int64_t b, int64_t h, int64_t t) {
   return (T*)base + b * strides[0] + h * strides[1] + t * strides[2];
+}
+
+// Entries of the mask along an axis, one for each lane.
+struct MaskLine {
+  const uint8_t* first;
+  int64_t stride;
+
+  // x with 0 in the lanes of hidden keys; reads at most `count` entries, from `start` on.
+  vec keep(vec x, int64_t start, int64_t count) const {
+    const uint8_t* from = first + start * stride;
+    if (stride == 0) return *from ? x : vec{};
+    int32_t held[LANES] = {};
+    // With constant bounds and stride the compiler widens all bytes at once.
+    if (stride == 1 && count >= LANES)
+      for (int i = 0; i < LANES; i++) held[i] = from[i];
+    else
+      for (int64_t i = 0; i < std::min<int64_t>(count, LANES); i++) held[i] = from[i * stride];
+    ints lanes;
+    memcpy(&lanes, held, sizeof lanes);
+    return lanes != 0 ? x : vec{};
+  }
+};
+
+enum MaskAxis { ROWS_AXIS = 2, KEYS_AXIS = 3 };
+
+inline MaskLine mask_from(const Problem& p, int64_t b, int64_t h, int64_t row, int64_t key,
+                          MaskAxis axis) {
+  const int64_t* strides = p.mask_strides;
+  return {p.mask + b * strides[0] + h * strides[1] + row * strides[2] + key * strides[3],
+          strides[axis]};
 }
 
 inline float score_offset_of(const Problem& p, int64_t h) {

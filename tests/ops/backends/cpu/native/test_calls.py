@@ -63,6 +63,9 @@ def threads() -> Iterator[None]:
         replace(LONG, heads=6, kv_heads=2, causal=True, row_normalise=0.5, gamma=True),
         replace(LONG, width=33, value_width=7),
         replace(LONG, width=1, value_width=1, threshold=-0.3),
+        replace(LONG, batch=2, mask=(2, 1, 1, 203), causal=True, power=4, threshold=(-0.5, 0.1)),
+        replace(LONG, heads=4, mask=(1, 4, 171, 203), row_normalise=0.1, gamma=True, statistics=1),
+        replace(LONG, batch=2, mask=(1, 2, 171, 1), key_lengths=(203, 77), window=90),
     ],
     ids=lambda case: "-".join(
         f"{name}={value}" for name, value in vars(case).items() if value != getattr(LONG, name)
@@ -81,6 +84,7 @@ def test_matches_the_formula(case: Case, dtype: torch.dtype, threads: None) -> N
     causal=st.booleans(),
     window=st.none() | st.integers(1, 80),
     lengths=st.none() | st.tuples(st.integers(-1, 151), st.integers(-1, 151)),
+    masked=st.none() | st.tuples(*[st.booleans()] * 4),
     power=st.sampled_from([1, 2, 4, 8]),
     threshold=st.sampled_from([0.0, -0.3]),
 )
@@ -94,13 +98,16 @@ def test_any_shape_and_rule(
     causal: bool,
     window: int | None,
     lengths: tuple[int, int] | None,
+    masked: tuple[bool, ...] | None,
     power: int,
     threshold: float,
 ) -> None:
+    shape = (2, 2 * groups, rows, keys)
+    mask = masked and tuple(size if own else 1 for size, own in zip(shape, masked, strict=True))
     case = Case(
         "", batch=2, heads=2 * groups, queries=rows, keys=keys, width=width, value_width=width,
-        causal=causal, window=window, key_lengths=lengths, power=power, threshold=threshold,
-        statistics=1,
+        causal=causal, window=window, key_lengths=lengths, mask=mask, power=power,
+        threshold=threshold, statistics=1,
     )  # fmt: skip
     bound = BOUNDS[dtype] * max(1, power / 2)
     check(op.attend, arguments(case, dtype, "cpu"), bound, 3 * bound)
@@ -134,8 +141,9 @@ def test_decodes_a_long_cache(rows: int, width: int, laid: str, threads: None) -
         Case("", keys=1303, heads=6, width=5, value_width=37, row_normalise=0.2, power=2),
         Case("", batch=2, keys=1303, key_lengths=(1303, 700), statistics=1, threshold=-0.5),
         Case("", batch=2, keys=45, key_lengths=(0, 40), row_normalise=0.1, gamma=True),
+        Case("", batch=2, keys=1303, mask=(2, 1, 1, 1303), row_normalise=0.1, gamma=True),
     ],
-    ids=["long", "groups", "padding", "short"],
+    ids=["long", "groups", "padding", "short", "mask"],
 )
 @pytest.mark.parametrize(
     ("queries", "rules"), [(1, {}), (3, {"causal": True}), (3, {"causal": True, "window": 600})]
@@ -194,6 +202,31 @@ def test_padding_may_hold_anything(rows: int, dtype: torch.dtype) -> None:
         assert all(torch.equal(other_grads[name], grads[name]) for name in grads)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("laid", ["whole", "transposed", "sliced", "expanded"])
+def test_masks_are_read_where_they_lie(laid: str, rows: int, dtype: torch.dtype) -> None:
+    given = arguments(Case("", batch=2, queries=rows, keys=99, mask=(2, 2, rows, 99)), dtype, "cpu")
+    mask = given.options["mask"]
+    if laid == "transposed":
+        mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    elif laid == "sliced":
+        mask = torch.nn.functional.pad(mask, (3, 4, 1, 2), value=True)[:, :, 1:-2, 3:-4]
+    elif laid == "expanded":
+        mask = mask[:, :1, :1].expand(mask.shape)
+    given.options["mask"] = mask
+    check(op.attend, given, BOUNDS[dtype], 3 * BOUNDS[dtype])
+
+
+def test_a_mask_may_change_before_the_backward_pass() -> None:
+    given = arguments(Case("", keys=99, mask=(1, 1, 1, 99)), torch.float32, "cpu")
+    _, wanted = expected(given)
+    output = run_kernel(op.attend, *(given.leaves[name] for name in "qkv"), given.options).output
+    given.options["mask"].fill_(True)
+    output.backward(given.cotangents[0])
+    for name, leaf in given.leaves.items():
+        assert leaf.grad is not None and error(leaf.grad, wanted[name]) <= 1e-5
+
+
 def test_a_visible_nan_is_not_hidden() -> None:
     for rows in (1, 40):
         q, k, v = (torch.randn(1, 2, rows if name == "q" else 99, 16) for name in "qkv")
@@ -227,7 +260,7 @@ def test_the_result_is_laid_out_as_q_is() -> None:
     [
         ({}, True),
         ({"dropout_p": 0.1}, False),
-        ({"visibility": Visibility(mask=torch.ones(5, dtype=torch.bool))}, False),
+        ({"visibility": Visibility(mask=torch.ones(5, dtype=torch.bool))}, True),
         ({"return_sums": "entropy"}, False),
         ({"q": torch.zeros(1, 2, 0, 8)}, False),
         ({"q": torch.zeros(1, 2, 5, 8, dtype=torch.float64)}, False),

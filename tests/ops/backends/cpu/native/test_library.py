@@ -160,6 +160,7 @@ CASES = (
     Case("", batch=2, queries=50, keys=99, key_lengths=(70, 0), row_normalise=0.1),
     Case("", queries=50, keys=139, gamma=True, threshold=(-0.4, 0.3), row_normalise=0.1),
     Case("", queries=3, keys=139, width=33, value_width=7, causal=True, gamma=True),
+    Case("", batch=2, queries=50, keys=99, mask=(2, 1, 50, 99), row_normalise=0.1),
 )
 
 
