@@ -45,6 +45,17 @@ def record(folder: Path, **changes: Any) -> StudyRecord:
     return made
 
 
+def test_studies_of_other_budgets_than_full_say_so(tmp_path: Path) -> None:
+    for budget in ("full", "tiny"):
+        (tmp_path / budget).mkdir()
+        record(tmp_path / budget, study="theory", budget=budget, tables=[])
+    contents = gather([tmp_path])
+    text = markdown_report(contents)
+    assert "| theory | Output" in text and "| theory (tiny) | Output" in text
+    page = html_report(contents)
+    assert '"theory-full">theory</h2>' in page and '"theory-tiny">theory (tiny)</h2>' in page
+
+
 def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path) -> None:
     made = record(tmp_path)
     contents = gather([tmp_path])
