@@ -311,3 +311,12 @@ def test_intervals_name_their_seeds() -> None:
     outcomes = [sent({}, bleu=25.0), sent({"attention": "default"}, bleu=25.05)]
     verdicts = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
     assert verdicts[-2].number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"
+
+
+def test_learning_rates_stand_together() -> None:
+    order = [("softmax", 4e-3), ("paper", 2e-3), ("softmax", 2e-3), ("softmax", 1e-3)]
+    outcomes = [sent({"attention": a, "rate": rate}, bleu=20.0, dev_nll=2.0) for a, rate in order]
+    (table,) = STUDIES["attention"].conclude(Results(outcomes)).tables[2:]
+    assert [row[0] for row in table.rows] == [
+        "softmax, 0.001", "softmax, 0.002", "softmax, 0.004", "paper, 0.002"
+    ]  # fmt: skip

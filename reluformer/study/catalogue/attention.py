@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from reluformer.study.catalogue.tables import (
     bleu_of,
@@ -16,7 +17,7 @@ from reluformer.study.catalogue.tables import (
     thousands,
 )
 from reluformer.study.catalogue.verdicts import reaches
-from reluformer.study.cells import Cell, Outcome
+from reluformer.study.cells import Cell, Outcome, group
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import (
     Findings,
@@ -46,15 +47,17 @@ _CANDIDATES = (
 
 
 def _plan(plan: Plan) -> list[Cell]:
+    """One cell of each attention, then the second of each, which finds its kernels compiled."""
     budget = plan.budget
-    cells = []
+    columns = []
     for attention in ATTENTION_SETTINGS:
         if attention in _TUNED:
-            cells += tuned_cells(plan, attention, budget.seeds)
+            columns.append(tuned_cells(plan, attention, budget.seeds))
         else:
             seeds = budget.seeds if attention in _SEEDED else budget.seeds[:1]
-            cells += [sentence_cell(budget, attention=attention, seed=seed) for seed in seeds]
-    return cells
+            columns.append([sentence_cell(budget, attention=attention, seed=s) for s in seeds])
+    rows = zip_longest(*columns)
+    return [cell for row in rows for cell in row if cell is not None]
 
 
 def _best(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -152,7 +155,12 @@ def _conclude(results: Results) -> Findings:
         Table("Settings", ["attention", "what it is"],
               [[name, note] for name, note in ATTENTION_NOTES.items()]),
     ]  # fmt: skip
-    tuned = [o for o in results.outcomes if o.labels["attention"] in _TUNED]
+    of_kind = group(results.outcomes, "attention")
+    tuned = [
+        outcome
+        for attention in _TUNED
+        for outcome in sorted(of_kind.get((attention,), []), key=lambda o: float(o.labels["rate"]))
+    ]
     if len({o.labels["rate"] for o in tuned}) > 1:
         rates = {"BLEU": ("bleu", decimals(2)), "dev nll": ("dev_nll", decimals(3))}
         tables.append(group_table("All learning rates", Results(tuned), by, rates))

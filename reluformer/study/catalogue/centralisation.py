@@ -24,8 +24,8 @@ def _plan(plan: Plan) -> list[Cell]:
     ]
     attentions = [
         sentence_cell(budget, attention=attention, rate=best_rate(plan, attention), seed=seed)
-        for attention in _ATTENTIONS[1:]
         for seed in budget.seeds
+        for attention in _ATTENTIONS[1:]
     ]
     return memories + attentions
 
