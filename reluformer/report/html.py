@@ -70,7 +70,7 @@ def _summary(contents: Contents) -> str:
 
 
 def _study(section: StudySection) -> str:
-    record, study = section.record, section.study
+    study = section.study
     question = "" if study is None else study.question
     parts = [
         f'<section><h2 id="{_anchor(section)}">{escape(section.name)}</h2>',
