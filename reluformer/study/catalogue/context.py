@@ -76,5 +76,5 @@ STUDY = Study(
     _plan,
     _conclude,
     None,
-    tuple(Requirement({"attention": a, "context": 1024}) for a in ("softmax", "default")),
+    tuple(Requirement({"attention": a, "context": 1024}) for a in _ATTENTIONS),
 )
