@@ -114,7 +114,7 @@ def test_the_report_has_verdicts_tables_signatures_and_maps(
     for outcome in record.outcomes:
         assert outcome.name in page
     text = markdown_report(contents)
-    assert "| attention | Our default ReLU attention reaches softmax |" in text
+    assert "| attention (tiny) | Our default ReLU attention reaches softmax |" in text
 
 
 def test_a_diverged_cell_is_a_result_and_its_children_are_not_run(tmp_path: Path) -> None:
