@@ -72,6 +72,14 @@ def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path
     assert "failed in the last call: mine.b: exit status 1" in markdown_report(gather([tmp_path]))
 
 
+def test_remarks_stand_below_the_verdicts(tmp_path: Path) -> None:
+    record(tmp_path)
+    (tmp_path / "mine.notes.md").write_text("A <b> reason.\n\nAnother.\n", encoding="utf-8")
+    contents = gather([tmp_path])
+    assert "<p>A &lt;b&gt; reason.</p>\n<p>Another.</p>" in html_report(contents)
+    assert "\nA <b> reason.\n\nAnother.\n" in markdown_report(contents)
+
+
 def test_a_folder_that_is_named_twice_is_reported_once(tmp_path: Path) -> None:
     record(tmp_path)
     assert len(gather([tmp_path, tmp_path, tmp_path / "mine.study.json"]).studies) == 1
