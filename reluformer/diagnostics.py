@@ -51,7 +51,7 @@ class AttentionReport(NamedTuple):
     max: float
     """Largest weight of a row."""
     top_share: float
-    """Share of the weight on the top 0.2 % of the keys (at least one)."""
+    """Share of the weight on the top 0.2 % of the keys (at least one), over rows with weight."""
 
 
 class MemoryReport(NamedTuple):
@@ -65,7 +65,7 @@ class MemoryReport(NamedTuple):
     entropy: float
     """Entropy of the row-normalised weights."""
     top_share: float
-    """Share of the weight on the top 0.2 % of the slots (at least one)."""
+    """Share of the weight on the top 0.2 % of the slots (at least one), over tokens that read."""
     anisotropy: float
     """Mean cosine of pairs of values."""
     output_variance: float
@@ -171,7 +171,8 @@ def _attention_report(record: AttentionRecord) -> AttentionReport:
     stats, weights = record.stats, record.weights
     assert isinstance(stats, Stats) and weights is not None
     rows = (record.valid & (stats.visible > 0)).expand_as(stats.row_sum)
-    dead = ~has_weight(stats.row_sum)
+    live = has_weight(stats.row_sum)
+    shares = top_share(weights, n=stats.visible)[rows & live]
 
     def mean(values: Tensor) -> float:
         return float(values[rows].double().mean())
@@ -182,9 +183,9 @@ def _attention_report(record: AttentionRecord) -> AttentionReport:
         row_sum=mean(stats.row_sum),
         entropy=mean(stats.entropy),
         zeros=mean(stats.zeros),
-        dead_rows=mean(dead),
+        dead_rows=mean(~live),
         max=mean(stats.max),
-        top_share=mean(top_share(weights, n=stats.visible)),
+        top_share=float(shares.double().mean()) if len(shares) else 0.0,
     )
 
 
@@ -195,16 +196,18 @@ def _memory_report(
     sizes = weights.abs()
     total = sizes.sum(dim=-1, keepdim=True)
     shares = sizes / torch.where(total > 0, total, 1.0)
-    top, *tops = top_shares(weights, (TOP_PERCENT, *percents)).double().flatten(0, -2).mean(0)
+    tops = top_shares(weights, (TOP_PERCENT, *percents)).double().flatten(0, -2)
+    read = total.flatten() > 0
+    top, *others = tops[read].mean(0).tolist() if read.any() else [0.0] * tops.shape[-1]
     return MemoryReport(
         name=name,
         zeros=float((weights == 0).double().mean()),
         dead_slots=float((sizes.amax(dim=0) == 0).double().mean()),
         entropy=float(-torch.xlogy(shares, shares).sum(dim=-1).double().mean()),
-        top_share=float(top),
+        top_share=top,
         anisotropy=anisotropy(memory.values.flatten(0, -2)),
         output_variance=float(output.double().var(dim=-1, correction=0).mean()),
-        top_shares=tuple(map(float, tops)),
+        top_shares=tuple(others),
     )
 
 

@@ -7,6 +7,7 @@ from reluformer import diagnostics
 from reluformer.inspection.measure import _attention as head_measures
 from reluformer.model import ReLUFormer, ReLUFormerLM
 from reluformer.model.losses import attention_losses
+from reluformer.model.memory import KeyValueMemory
 from reluformer.model.records import AttentionRecord
 from reluformer.ops.stats import summarise
 from reluformer.train.attention_stats import sum_over_rows
@@ -35,7 +36,11 @@ def test_a_row_whose_sum_underflows_is_dead_for_every_statistic_and_loss() -> No
     assert diagnostics._attention_report(read).dead_rows == dead
     tokens = {"source": torch.tensor([[5, 6]]), "source_lengths": torch.tensor([2])}
     values = {"encoder.0": torch.randn(1, 1, 2, 4)}
-    assert head_measures(read, values, tokens, [50]).heads[0].dead_rows == dead
+    measured = head_measures(read, values, tokens, [50])
+    assert measured.heads[0].dead_rows == dead
+    # The top share is that of the two rows with weight.
+    shares = diagnostics._attention_report(read).top_share, measured.top_share[0]
+    assert shares == (pytest.approx((2 / 3 + 1) / 2),) * 2
 
 
 def test_anisotropy_of_known_directions() -> None:
@@ -96,6 +101,16 @@ def test_memory_reports_find_dead_slots() -> None:
     assert reports[0].dead_slots == pytest.approx(6 / 24, abs=0.01)
     assert reports[1].dead_slots < 0.05
     assert reports[0].zeros > reports[1].zeros
+
+
+@torch.no_grad()
+def test_the_top_share_of_a_memory_is_that_of_tokens_that_read() -> None:
+    memory = KeyValueMemory(2, 4)
+    torch.nn.init.ones_(memory.keys)
+    x = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    report = diagnostics._memory_report("memory", memory, x, [50])
+    assert (report.top_share, report.top_shares) == (0.25, (0.5,))
+    assert diagnostics._memory_report("memory", memory, x[1:], [50]).top_share == 0
 
 
 def test_maps_are_keyed_by_site_and_layer() -> None:

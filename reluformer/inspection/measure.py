@@ -58,7 +58,8 @@ class AttentionMeasures:
     layer: int
     heads: tuple[HeadMeasures, ...]
     top_share: tuple[float, ...]
-    """Share of the weight on the top p % of the keys, for every p of `Inspection.percents`."""
+    """Share of the weight on the top p % of the keys, for every p of `Inspection.percents`: the
+    mean over rows with weight."""
 
     def mean(self, name: str) -> float:
         """Mean of a field of `HeadMeasures` over the heads."""
@@ -156,7 +157,9 @@ def _attention(
             )
         )
     shares = top_shares(weights, percents, visible)
-    curve = tuple(_mean(share, rows) for share in shares.unbind(-1))
+    # Rows without weight have no share; as 0 they would make an attention look less centralised.
+    live = rows & has_weight(stats.row_sum)
+    curve = tuple(_mean(share, live) for share in shares.unbind(-1))
     return AttentionMeasures(record.site, record.layer, tuple(heads), curve)
 
 

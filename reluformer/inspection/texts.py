@@ -39,7 +39,7 @@ def dev_batch(run: LoadedRun, examples: int) -> Batch:
     share = -(-min(examples, most) // len(batches))
     parts = [inputs(batch) for batch in batches]
     return {
-        name: torch.cat([_widen(part[name][:share], name, parts) for part in parts])
+        name: torch.cat([_widen(part[name][:share], name, parts) for part in parts])[:examples]
         for name in parts[0]
     }
 

@@ -26,8 +26,8 @@ from reluformer.study.registry import STUDIES
 from reluformer.train import run_dir
 
 _TINY = (
-    "Budget tiny: generated text and models of two layers. These numbers show that the software "
-    "works; they decide nothing about the claims."
+    "Budget tiny: generated text and models of two layers. Numbers of studies marked (tiny) show "
+    "that the software works; they decide nothing about the claims."
 )
 
 
@@ -45,6 +45,12 @@ class StudySection:
     """Attention maps for the interactive view."""
     remarks: list[str] = field(default_factory=list)
     """Paragraphs of `NAME.notes.md` beside the record, such as likely reasons for a verdict."""
+
+    @property
+    def name(self) -> str:
+        """Name of the study, with the budget if it is not the full one."""
+        study, budget = self.record.study, self.record.budget
+        return study if budget == "full" else f"{study} ({budget})"
 
     @property
     def progress(self) -> str:

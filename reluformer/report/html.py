@@ -52,7 +52,7 @@ def _summary(contents: Contents) -> str:
     for section in contents.studies:
         for verdict in section.findings.verdicts:
             rows.append(
-                f'<tr><td><a href="#{_anchor(section)}">{escape(section.record.study)}</a></td>'
+                f'<tr><td><a href="#{_anchor(section)}">{escape(section.name)}</a></td>'
                 f"<td>{escape(verdict.claim)}</td>"
                 f'<td class="{_CLASSES[verdict.state]}">{verdict.state}</td>'
                 f"<td>{escape(verdict.number)}</td></tr>"
@@ -70,10 +70,10 @@ def _summary(contents: Contents) -> str:
 
 
 def _study(section: StudySection) -> str:
-    record, study = section.record, section.study
+    study = section.study
     question = "" if study is None else study.question
     parts = [
-        f'<section><h2 id="{_anchor(section)}">{escape(record.study)}</h2>',
+        f'<section><h2 id="{_anchor(section)}">{escape(section.name)}</h2>',
         f"<p>{escape(question)}</p>",
     ]
     if study is not None:

@@ -12,7 +12,7 @@ def markdown_report(contents: Contents) -> str:
     parts = ["# ReLU and softmax in Transformers: what holds", ""]
     parts += [contents.notice, ""] if contents.notice else []
     verdicts = [
-        [section.record.study, verdict.claim, verdict.state, verdict.number]
+        [section.name, verdict.claim, verdict.state, verdict.number]
         for section in contents.studies
         for verdict in section.findings.verdicts
     ]
@@ -29,7 +29,7 @@ def markdown_report(contents: Contents) -> str:
 
 def _study(section: StudySection) -> str:
     record, study = section.record, section.study
-    parts = [f"## {record.study} ({record.budget})", ""]
+    parts = [f"## {section.name}", ""]
     if study is not None:
         parts += [study.question, "", f"The paper: {study.paper} {study.notes}".strip(), ""]
     for verdict in section.findings.verdicts:

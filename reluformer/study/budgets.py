@@ -66,8 +66,6 @@ class Budget:
     large_steps: tuple[int, int] = (10_800, 2000)
     """Steps on sentences and on documents of the study `large-data`."""
     decoding: Decoding = field(default_factory=Decoding)
-    document_penalties: tuple[float, ...] = ()
-    """Length penalties tried for document models; empty for those of `decoding`."""
     bootstrap: int = 1000
     """Samples of the paired bootstrap."""
     inspected: int = 32
@@ -75,12 +73,6 @@ class Budget:
     family: Family = field(default_factory=Family)
     theory_numbers: int = 2**22
     """Random scores drawn for each n."""
-
-    def decoding_of(self, *, documents: bool) -> Decoding:
-        """How models of sentences or of documents are finished."""
-        if not documents or not self.document_penalties:
-            return self.decoding
-        return replace(self.decoding, penalties=self.document_penalties)
 
     def with_seeds(self, seeds: tuple[int, ...]) -> "Budget":
         """The budget with other seeds."""
@@ -160,8 +152,6 @@ BUDGETS = {
         seeds=(1, 2, 3),
         rates=(1e-3, 2e-3, 4e-3),
         slots_share=0.4,
-        # Long documents take minutes to translate, step by step.
-        document_penalties=(1.0, 1.3, 1.6),
     ),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Tokens, minutes and memory that a study needs, said before it starts."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,15 +60,15 @@ def estimate(
 
     Args:
         cells: Cells that have not ended, with the recipes of trainings.
-        finished: Outcomes of this study; a speed that was measured on this machine replaces the
-            model of it.
+        finished: Outcomes of this study; the time that a cell took on this machine replaces the
+            model of it for cells that differ in the seed or the rate.
         jobs: Cells that run at the same time.
         vocabulary: Size of the vocabulary of a recipe's data.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     devices = machine()["devices"]
     here = [o for o in finished if o.detail.get("machine", {}).get("devices") == devices]
-    tokens, seconds, sizes = 0, 0.0, [0.0]
+    tokens, seconds, shared, sizes = 0, 0.0, 0.0, [0.0]
     for cell, recipe in cells:
         if recipe is None:
             seconds += _OTHER_SECONDS[cell.work]
@@ -77,14 +77,18 @@ def estimate(
         needs = estimate_training(recipe, size)
         count = round(_FILL * needs.tokens)
         tokens += count
-        speed = _measured_speed(cell, here)
-        seconds += _OVERHEAD[device]
-        seconds += training_seconds(recipe, size, device) if speed is None else count / speed
+        alike = _alike(cell, here)
         sizes.append(needs.memory_bytes / 1e9)
+        if alike is None:
+            seconds += _OVERHEAD[device] + training_seconds(recipe, size, device)
+        elif device == "cpu":
+            seconds += alike.seconds * count / alike.values["tokens"]
+        else:
+            shared += alike.device_seconds * count / alike.values["tokens"]
     # A GPU divides its speed among cells; CPU cores work side by side.
     side_by_side = min(jobs, os.cpu_count() or 1) if device == "cpu" else min(jobs, 2)
     together = sum(sorted(sizes)[-jobs:])
-    return Needs(len(cells), tokens, seconds / 60 / side_by_side, together)
+    return Needs(len(cells), tokens, (seconds / side_by_side + shared) / 60, together)
 
 
 def training_seconds(recipe: Recipe, vocabulary: int, device: str) -> float:
@@ -118,11 +122,15 @@ def device_speed(device: str) -> float:
     return float(properties.multi_processor_count * per_sm)
 
 
-def _measured_speed(cell: Cell, finished: Sequence[Outcome]) -> float | None:
-    """Target tokens per second of an ended cell with the same attention."""
+def _alike(cell: Cell, finished: Sequence[Outcome]) -> Outcome | None:
+    """An ended cell that differs in the seed or the rate only, and whose time is known."""
     for outcome in finished:
-        if outcome.labels.get("attention") == cell.labels.get("attention"):
-            speed = outcome.values.get("tokens_per_second")
-            if speed:
-                return float(speed)
+        is_timed = outcome.device_seconds > 0 and outcome.values.get("tokens")
+        if is_timed and _size(outcome.labels) == _size(cell.labels):
+            return outcome
     return None
+
+
+def _size(labels: Mapping[str, Any]) -> dict[str, Any]:
+    """Labels that say how long a training takes."""
+    return {name: value for name, value in labels.items() if name not in ("seed", "rate")}

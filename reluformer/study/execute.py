@@ -144,8 +144,7 @@ def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
     corpus, tests = _test_sets(job, run.recipe)
     if tests:
         documents = run.recipe.data.unit == "document"
-        decoding = job.budget.decoding_of(documents=documents)
-        finished = finish_cell(job.folder, corpus, tests, decoding, documents=documents)
+        finished = finish_cell(job.folder, corpus, tests, job.budget.decoding, documents=documents)
         detail |= finished
         values |= score_values(finished["scores"])
     return values, detail

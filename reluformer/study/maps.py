@@ -20,12 +20,13 @@ _FEWEST_WORDS = 8
 def study_maps(
     study: Study, outcomes: Sequence[Outcome], root: Path, corpora: Mapping[str, Path]
 ) -> list[dict[str, Any]]:
-    """Maps of the cells that the study shows, on sentences of their own corpus.
+    """Maps of the cells that the study shows and compares, on sentences of their own corpus.
 
     Empty until all of them have finished, and where their models or their corpus are not kept.
     """
+    compared = outcomes if study.contrast is None else study.contrast.select(outcomes)
     shown = [
-        [o for o in outcomes if o.finished and labels.items() <= o.labels.items()]
+        [o for o in compared if o.finished and labels.items() <= o.labels.items()]
         for labels in study.mapped
     ]
     if not all(shown) or any(finished_model(root / cells[0].name) is None for cells in shown):

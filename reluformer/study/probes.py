@@ -16,6 +16,7 @@ from reluformer.diagnostics import attention_maps
 from reluformer.files import write_text
 from reluformer.inspection.texts import dev_batch
 from reluformer.model.losses import translation_loss
+from reluformer.ops.stats import has_weight
 from reluformer.study.budgets import Decoding
 from reluformer.study.cells import load_outcome
 from reluformer.study.counts import save_counts
@@ -47,7 +48,7 @@ def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, 
     test = probe.tests[-1]
     source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
     output = probe.folder / f"{test}.hypothesis"
-    _write(output, translator.lines(list(lines(source)), together=True))
+    _write(output, translate_documents(probe, translator, test, list(lines(source))))
     metrics, counts = score(reference, output, documents=True)
     save_counts(probe.folder, test, counts)
     values = {"dbleu": metrics["d-BLEU"]["value"], "bleu": metrics["BLEU"]["value"]}
@@ -63,7 +64,7 @@ def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
     source, reference = test_files(probe.corpus, test, probe.decoding, probe.folder)
     texts = list(lines(source))
     outputs = {
-        "document": translate_text(translator, texts, documents=True),
+        "document": translate_documents(probe, translator, test, texts),
         "sentence": translate_text(translator, texts, documents=False),
         "shuffled": _shuffled(translator, texts),
     }
@@ -75,6 +76,23 @@ def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
         values[f"bleu_{name}"] = scores[name]["BLEU"]["value"]
     values |= reading_distances(load_run(probe.run))
     return values, {"context_scores": scores}
+
+
+def translate_documents(
+    probe: Probe, translator: Translator, test: str, texts: list[str]
+) -> list[str]:
+    """Translations of a test set with each sentence's document in view.
+
+    Long documents take minutes. The probed model's own cell kept its translation, which is the same
+    at the trained length.
+    """
+    outcome = load_outcome(probe.run)
+    name = None if outcome is None else outcome.detail.get("hypotheses", {}).get(test)
+    if name is not None and translator.max_length == translator.trained_length:
+        kept = probe.run / name
+        if kept.is_file():
+            return list(lines(kept))
+    return translate_text(translator, texts, documents=True)
 
 
 def _shuffled(translator: Translator, texts: list[str]) -> list[str]:
@@ -120,15 +138,17 @@ def reading_distances(run: LoadedRun) -> dict[str, float]:
         rows = "source" if site == "encoder" else "target"
         columns = "target" if site == "decoder" else "source"
         real = _real(batch, rows)  # [B, Tq]
-        shares = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-12)
+        sums = weights.sum(dim=-1)  # [layers, B, H, Tq]
+        # A row without weight reads at no distance, not at 0.
+        read = real[None, :, None] & has_weight(sums)
+        shares = weights / sums.unsqueeze(-1).clamp_min(1e-12)
         other = marks[rows].unsqueeze(-1) != marks[columns].unsqueeze(1)  # [B, Tq, Tk]
-        outside = (shares * other[None, :, None]).sum(dim=-1).mean(dim=(0, 2))  # [B, Tq]
-        values[f"outside_{site}"] = float(outside[real].mean())
+        outside = (shares * other[None, :, None]).sum(dim=-1)
+        values[f"outside_{site}"] = float(outside[read].mean())
         if site != "cross":
             positions = torch.arange(weights.shape[-1], device=weights.device)
             distance = (positions[:, None] - positions).abs()[: weights.shape[-2]]
-            mean = (shares * distance).sum(dim=-1).mean(dim=(0, 2))
-            values[f"distance_{site}"] = float(mean[real].mean())
+            values[f"distance_{site}"] = float((shares * distance).sum(dim=-1)[read].mean())
     return values
 
 

@@ -80,5 +80,6 @@ def pooled_bootstrap(
     # As in sacreBLEU: how often centred differences reach the one that was observed.
     centred = np.abs(differences - differences.mean())
     p_value = float((np.sum(centred >= abs(difference)) + 1) / (samples + 1))
-    interval = (round(low, 3), round(high, 3))
-    return Bootstrap(round(difference, 3), interval, round(p_value, 4), counts[0].signature)
+    # Enough digits that rounding to two when they are printed is the only rounding.
+    interval = (round(low, 5), round(high, 5))
+    return Bootstrap(round(difference, 5), interval, round(p_value, 4), counts[0].signature)

@@ -74,6 +74,9 @@ ATTENTION_NOTES = {
     "softmax+gate": "control: softmax with a gate on the output",
 }
 
+CANDIDATES = {"default": "our default", "paper": "the paper's form"}
+"""ReLU attentions that document models compare with softmax, with their names in claims."""
+
 MEMORIES = ("relu", "softmax", "softmax_ln")
 
 

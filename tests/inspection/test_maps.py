@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from reluformer.checkpoint import load_run
 from reluformer.cli.inspection import inspect
 from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
 from reluformer.inspection.maps import SITES, _site, map_page
+from reluformer.inspection.texts import dev_batch
 from reluformer.train import train
 
 SMALL = [
@@ -71,6 +74,13 @@ def test_a_page_shows_two_models(
 def test_dev_is_the_default_text(runs: list[Path], tmp_path: Path) -> None:
     inspect(runs[0], examples=2, maps=tmp_path / "maps.html", json_=True)
     assert _data((tmp_path / "maps.html").read_text(encoding="utf-8"))["models"][0]["texts"]
+
+
+def test_no_more_examples_than_asked_for_come_from_several_batches(runs: list[Path]) -> None:
+    run = load_run(runs[0])
+    recipe = replace(run.recipe, train=replace(run.recipe.train, batch_tokens=32))
+    sizes = [len(dev_batch(run._replace(recipe=recipe), most)["source"]) for most in (1, 3, 9)]
+    assert sizes == [1, 3, 4]
 
 
 def test_mistakes_are_named(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

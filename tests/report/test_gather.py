@@ -45,6 +45,17 @@ def record(folder: Path, **changes: Any) -> StudyRecord:
     return made
 
 
+def test_studies_of_other_budgets_than_full_say_so(tmp_path: Path) -> None:
+    for budget in ("full", "tiny"):
+        (tmp_path / budget).mkdir()
+        record(tmp_path / budget, study="theory", budget=budget, tables=[])
+    contents = gather([tmp_path])
+    text = markdown_report(contents)
+    assert "| theory | Output" in text and "| theory (tiny) | Output" in text
+    page = html_report(contents)
+    assert '"theory-full">theory</h2>' in page and '"theory-tiny">theory (tiny)</h2>' in page
+
+
 def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path) -> None:
     made = record(tmp_path)
     contents = gather([tmp_path])
@@ -59,6 +70,14 @@ def test_a_study_from_a_file_has_its_tables_and_says_what_is_left(tmp_path: Path
     assert "not run" not in html_report(gather([tmp_path]))
     record(tmp_path, failed={"mine.b": "exit status 1"})
     assert "failed in the last call: mine.b: exit status 1" in markdown_report(gather([tmp_path]))
+
+
+def test_remarks_stand_below_the_verdicts(tmp_path: Path) -> None:
+    record(tmp_path)
+    (tmp_path / "mine.notes.md").write_text("A <b> reason.\n\nAnother.\n", encoding="utf-8")
+    contents = gather([tmp_path])
+    assert "<p>A &lt;b&gt; reason.</p>\n<p>Another.</p>" in html_report(contents)
+    assert "\nA <b> reason.\n\nAnother.\n" in markdown_report(contents)
 
 
 def test_a_folder_that_is_named_twice_is_reported_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from reluformer.study.estimate import training_seconds
 from reluformer.study.execute import Job, recipe_of
 from reluformer.study.findings import combine, decide
 from reluformer.study.registry import STUDIES
-from reluformer.study.variants import best_rate, sentence_cell, tuned_cells
+from reluformer.study.variants import ATTENTION_SETTINGS, best_rate, sentence_cell, tuned_cells
 from reluformer.train.requirements import estimate
 
 
@@ -105,6 +105,13 @@ def test_seeds_are_planned_at_the_best_rate() -> None:
     }
 
 
+def test_cells_side_by_side_are_of_different_attentions() -> None:
+    planned = [
+        cell.labels["attention"] for cell in STUDIES["attention"].plan(Plan(BUDGETS["full"]))
+    ]
+    assert planned[: len(ATTENTION_SETTINGS)] == list(ATTENTION_SETTINGS)
+
+
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=lambda budget: budget.name)
 def test_every_training_has_a_recipe(budget: Budget, tmp_path: Path) -> None:
     """Settings that no recipe has, or that exclude each other, are refused."""
@@ -146,11 +153,3 @@ def test_short_trainings_fit_a_gpu_of_8_gb(tmp_path: Path) -> None:
                 assert estimate(recipe, vocabulary).memory_bytes < 6e9
                 # A captured graph has its own memory, beside that of the steps before it.
                 assert recipe.train.graphs is False
-
-
-def test_documents_are_finished_with_fewer_penalties_in_the_full_budget() -> None:
-    full, tiny = BUDGETS["full"], BUDGETS["tiny"]
-    assert full.decoding_of(documents=False) == full.decoding
-    assert full.decoding_of(documents=True).penalties == full.document_penalties
-    assert full.decoding_of(documents=True).beam == full.decoding.beam
-    assert tiny.decoding_of(documents=True) == tiny.decoding

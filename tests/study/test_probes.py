@@ -1,6 +1,7 @@
 """Probes of document models: longer inputs, shuffled context, reading distances."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from reluformer.checkpoint import LoadedRun, load_run
 from reluformer.config.recipe import load_recipe
 from reluformer.study import probes
+from reluformer.study.budgets import Decoding
+from reluformer.study.cells import Outcome
 from reluformer.study.finishing import bleu, part_of, translate_text
 from reluformer.train import train
 
@@ -56,6 +59,34 @@ def test_reading_distances_are_shares_and_tokens(run: LoadedRun) -> None:
     # Nothing is learnt yet: the encoder reads all sentences, the decoder no later ones.
     assert values["outside_encoder"] > 0.3 and values["distance_decoder"] < 32
     assert 1 < values["distance_encoder"] < 64
+
+
+def test_rows_that_read_nothing_have_no_distance(
+    run: LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_head_only(*arguments: Any) -> Any:
+        heads = torch.tensor([1.0, 0.0])[:, None, None]
+        return {at: weights * heads for at, weights in maps(*arguments).items()}
+
+    maps = probes.attention_maps
+    both = probes.reading_distances(run)
+    monkeypatch.setattr(probes, "attention_maps", first_head_only)
+    # Nothing is learnt yet: both heads read about equally far.
+    assert probes.reading_distances(run) == pytest.approx(both, rel=0.2)
+
+
+def test_a_translation_that_the_model_s_cell_kept_is_not_made_again(tmp_path: Path) -> None:
+    translator: Any = Numbering()
+    translator.max_length, translator.trained_length = 64, 64
+    probe = probes.Probe(tmp_path, tmp_path, tmp_path, ("test",), Decoding())
+    translate = partial(probes.translate_documents, probe, translator, "test", ["a"])
+    (tmp_path / "test.hypothesis").write_text("kept\n", encoding="utf-8")
+    assert translate() == ["0:a"]
+    detail = {"hypotheses": {"test": "test.hypothesis"}}
+    Outcome(tmp_path.name, {}, "finished", {}, detail).save(tmp_path)
+    assert translate() == ["kept"]
+    translator.max_length = 128
+    assert translate() == ["0:a"]
 
 
 def test_loss_at_other_lengths_covers_all_of_dev(run: LoadedRun) -> None:

@@ -114,7 +114,7 @@ def test_the_report_has_verdicts_tables_signatures_and_maps(
     for outcome in record.outcomes:
         assert outcome.name in page
     text = markdown_report(contents)
-    assert "| attention | Our default ReLU attention reaches softmax |" in text
+    assert "| attention (tiny) | Our default ReLU attention reaches softmax |" in text
 
 
 def test_a_diverged_cell_is_a_result_and_its_children_are_not_run(tmp_path: Path) -> None:
@@ -302,19 +302,29 @@ def test_two_calls_do_not_work_in_one_folder(tmp_path: Path) -> None:
     run_studies([STUDIES["theory"]], options)
 
 
-def test_speeds_of_other_machines_do_not_count() -> None:
+def test_needs_follow_the_time_of_cells_alike_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cell = sentence_cell(TINY)
     recipe = load_recipe(cell.recipe, [f"{n}={json.dumps(v)}" for n, v in cell.settings.items()])
-    values = {"tokens_per_second": 1.0}
 
-    def minutes(devices: list[str]) -> float:
+    def minutes(devices: list[str], jobs: int = 1, **labels: Any) -> float:
         detail = {"machine": {"devices": devices}}
-        measured = Outcome("other", cell.labels, "finished", values, detail)
-        return estimate([(cell, recipe)], [measured], 1, lambda _: 600).minutes
+        measured = Outcome(
+            "other", cell.labels | labels, "finished", {"tokens": 52_224}, detail,
+            seconds=48_000, device_seconds=12_000,
+        )  # fmt: skip
+        return estimate([(cell, recipe)], [measured], jobs, lambda _: 600).minutes
 
+    # 60 steps of 1024 tokens, of which 15 % are padding.
+    here = info()["devices"]
     guess = estimate([(cell, recipe)], [], 1, lambda _: 600).minutes
-    assert minutes(["a faster GPU"]) == guess < 10
-    assert minutes(info()["devices"]) > 500
+    assert minutes(["a faster GPU"]) == minutes(here, attention="default") == guess < 10
+    assert minutes(here, seed=2, rate=1.0) == pytest.approx(800)
+    # The time on a GPU is already divided among the cells that shared it.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("reluformer.study.estimate.machine", lambda: {"devices": here})
+    assert minutes(here, jobs=6) == pytest.approx(200)
 
 
 def test_vocabularies_are_known_before_corpora_are_prepared(tmp_path: Path) -> None:

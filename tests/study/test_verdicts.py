@@ -90,7 +90,8 @@ def test_curves_and_ratios_are_of_the_first_seed_of_each_kind() -> None:
 
 def test_the_ladder_of_attentions() -> None:
     softmax = sent({}, bleu=25.0, dev_nll=1.7)
-    better = {"attention": "scale+norm", "seed": 2}
+    half_dead = {"bleu": 24.5, "dev_nll": 1.8, "entropy_cross": 1.0, "dead_rows_cross": 0.5}
+    no_dead = {"bleu": 24.4, "dev_nll": 1.8, "entropy_cross": 1.5, "dead_rows_cross": 0.0}
     outcomes = [
         softmax,
         # A lower dev loss at another rate, which is the one that counts.
@@ -98,13 +99,17 @@ def test_the_ladder_of_attentions() -> None:
         sent({"attention": "default"}, bleu=24.8, dev_nll=1.75),
         # Without the first seed.
         sent({"attention": "plain", "seed": 2}, bleu=1.0, dev_nll=2.1),
-        sent({"attention": "scale", "seed": 2}, bleu=24.5, dev_nll=1.8, entropy_cross=1.0),
-        sent(better, bleu=24.4, dev_nll=1.8, entropy_cross=1.5),
+        sent({"attention": "scale", "seed": 2}, **half_dead),
+        sent({"attention": "scale+norm", "seed": 2}, **no_dead),
     ]
     assert decided("attention", *outcomes) == [
         ("does not hold here", "dev nll 2.10 against 1.70"),
         ("holds", "+0.50 BLEU (softmax - scale only)"),
-        ("holds partly", "+0.50 nats in cross-attention, -0.10 BLEU (1 seed)"),
+        # A half of the rows had 2.0 nats, and now all have 1.5.
+        (
+            "holds partly",
+            "+0.50 nats in cross-attention (-0.50 in rows that read), -0.10 BLEU (1 seed)",
+        ),
         ("not measured", "–"),
         ("not measured", "–"),
         ("not measured", "–"),
@@ -164,12 +169,38 @@ def test_documents() -> None:
     outcomes += [document("default", n, dbleu_long=25.0 + n / 2048) for n in (256, 512)]
     outcomes.append(document("default", 1024))
     shown = "d-BLEU by length 256: +0.12, 512: +0.25, 1024: diverged"
+    unknown = "not measured"
     assert decided("lengths", *outcomes) == [
         ("holds", shown),
-        ("holds partly", shown),
+        # The differences have no intervals.
+        (unknown, shown),
         ("does not hold here", "one of the two diverged"),
+        *[(unknown, "–")] * 3,
     ]
-    assert decided("lengths", *outcomes[:-1])[1][0] == "not measured"
+    diverged = [*outcomes[1:3], *(document("default", n) for n in (512, 1024))]
+    assert decided("lengths", *diverged)[1][0] == "does not hold here"
+
+
+@pytest.mark.parametrize(
+    ("lows", "state"),
+    [((0.1, 0.2), "holds"), ((0.1, -0.2), "holds partly"), (None, "not measured")],
+)
+def test_ahead_on_documents_is_ahead_by_the_interval(
+    lows: tuple[float, float] | None, state: str
+) -> None:
+    outcomes = [document("softmax", n, dbleu_long=25.0) for n in (512, 1024)]
+    outcomes += [document("paper", n, dbleu_long=26.0) for n in (512, 1024)]
+    comparisons = [
+        Comparison(
+            "test.long", "document", {"length": length, "attention": "paper"}, {}, 1,
+            0.996, (low, 2.0), 0.1, "",
+        )
+        for length, low in zip((512, 1024), lows or (), strict=False)
+    ]  # fmt: skip
+    verdicts = STUDIES["lengths"].conclude(Results(outcomes, comparisons)).verdicts
+    assert [verdict.state for verdict in verdicts[3:5]] == ["not measured", state]
+    if lows:
+        assert verdicts[5].number == f"+1.00 d-BLEU (95 %: {lows[1]:+.2f} to +2.00, 1 seed)"
 
 
 def test_ten_times_the_data() -> None:
@@ -280,3 +311,12 @@ def test_intervals_name_their_seeds() -> None:
     outcomes = [sent({}, bleu=25.0), sent({"attention": "default"}, bleu=25.05)]
     verdicts = STUDIES["attention"].conclude(Results(outcomes, [comparison])).verdicts
     assert verdicts[-2].number == "+0.05 BLEU (95 %: -0.20 to +0.30, 1 seed)"
+
+
+def test_learning_rates_stand_together() -> None:
+    order = [("softmax", 4e-3), ("paper", 2e-3), ("softmax", 2e-3), ("softmax", 1e-3)]
+    outcomes = [sent({"attention": a, "rate": rate}, bleu=20.0, dev_nll=2.0) for a, rate in order]
+    (table,) = STUDIES["attention"].conclude(Results(outcomes)).tables[2:]
+    assert [row[0] for row in table.rows] == [
+        "softmax, 0.001", "softmax, 0.002", "softmax, 0.004", "paper, 0.002"
+    ]  # fmt: skip

@@ -5,9 +5,9 @@ from reluformer.study.cells import Cell
 from reluformer.study.definition import Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, decide
 from reluformer.study.questions import QUESTIONS
-from reluformer.study.variants import document_cell, start_cell
+from reluformer.study.variants import CANDIDATES, document_cell, start_cell
 
-_ATTENTIONS = ("softmax", "default", "paper")
+_ATTENTIONS = ("softmax", *CANDIDATES)
 
 
 def _plan(plan: Plan) -> list[Cell]:
@@ -35,17 +35,21 @@ def _conclude(results: Results) -> Findings:
 
     verdicts = [
         decide(
-            "ReLU document models use context: right context beats a shuffled one",
-            value("bleu_document", "default") - value("bleu_shuffled", "default"),
+            f"With {name}, document models use context: right context beats a shuffled one",
+            value("bleu_document", attention) - value("bleu_shuffled", attention),
             holds=0.3, partly=0.0, unit="BLEU (document - shuffled)",
             rule="holds from +0.3 BLEU on, partly above 0",
-        ),
+        )
+        for attention, name in CANDIDATES.items()
+    ]  # fmt: skip
+    verdicts += [
         decide(
-            "ReLU attention reads more of other sentences than softmax (encoder)",
-            100 * (value("outside_encoder", "default") - value("outside_encoder", "softmax")),
+            f"With {name}, the encoder reads more of other sentences than with softmax",
+            100 * (value("outside_encoder", attention) - value("outside_encoder", "softmax")),
             holds=2.0, partly=-2.0, unit="points of the weight",
             rule="holds from 2 points on, partly within 2",
-        ),
+        )
+        for attention, name in CANDIDATES.items()
     ]  # fmt: skip
     bleu = {
         f"BLEU, {name}": (f"bleu_{name}", decimals(2))
@@ -72,5 +76,5 @@ STUDY = Study(
     _plan,
     _conclude,
     None,
-    tuple(Requirement({"attention": a, "context": 1024}) for a in ("softmax", "default")),
+    tuple(Requirement({"attention": a, "context": 1024}) for a in _ATTENTIONS),
 )

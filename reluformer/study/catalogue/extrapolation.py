@@ -5,9 +5,9 @@ from reluformer.study.cells import Cell
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Plot, decide
 from reluformer.study.questions import QUESTIONS
-from reluformer.study.variants import document_cell, start_cell
+from reluformer.study.variants import CANDIDATES, document_cell, start_cell
 
-_ATTENTIONS = ("softmax", "default", "paper")
+_ATTENTIONS = ("softmax", *CANDIDATES)
 
 
 def _plan(plan: Plan) -> list[Cell]:

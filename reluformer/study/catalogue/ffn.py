@@ -7,8 +7,8 @@ from reluformer.study.catalogue.tables import (
     curves,
     decimals,
     group_table,
-    interval,
     mean_of,
+    paired,
     significant,
     thousands,
 )
@@ -59,27 +59,28 @@ def _variance_plot(ratios: dict[str, dict[str, float]]) -> Plot:
 def _conclude(results: Results) -> Findings:
     outcomes = list(results.outcomes)
 
-    def bleu(memory: str, values: str = "alike") -> float:
-        return bleu_of(outcomes, memory=memory, values=values)
+    def bleu(memory: str) -> float:
+        return bleu_of(outcomes, memory=memory, values="alike")
 
     def ratio(memory: str) -> float:
         return mean_of(outcomes, "memory_ratio", memory=memory, values="alike")
 
-    def between(memory: str, negate: bool = False) -> str:
-        test = ("test", "sentence")
-        return interval(results, test, negate=negate, memory=memory, values="alike")
+    def gap(memory: str, *, negate: bool = False) -> tuple[float, str]:
+        """BLEU of a memory minus that of ReLU, and the interval."""
+        test, means = ("test", "sentence"), bleu(memory) - bleu("relu")
+        return paired(results, test, means, negate=negate, memory=memory, values="alike")
 
+    behind, behind_interval = gap("softmax", negate=True)
+    restored, restored_interval = gap("softmax_ln")
     verdicts = [
         decide(
             "ReLU memories beat softmax memories (paper: +1.14 BLEU)",
-            bleu("relu") - bleu("softmax"),
-            holds=0.5, partly=0.15, unit=f"BLEU{between('softmax', negate=True)}",
+            behind, holds=0.5, partly=0.15, unit=f"BLEU{behind_interval}",
             rule="holds from +0.5 BLEU on, partly from +0.15",
         ),
         decide(
             "Softmax with LayerNorm reaches ReLU (paper: 0.01 BLEU below)",
-            bleu("softmax_ln") - bleu("relu"),
-            holds=-0.3, partly=-0.6, unit=f"BLEU{between('softmax_ln')}",
+            restored, holds=-0.3, partly=-0.6, unit=f"BLEU{restored_interval}",
             rule="holds if at most 0.3 BLEU below, partly to 0.6",
         ),
         decide(

@@ -9,10 +9,9 @@ from reluformer.study.cells import Cell, Outcome
 from reluformer.study.definition import Contrast, Plan, Requirement, Results, Study
 from reluformer.study.findings import Findings, Table
 from reluformer.study.questions import QUESTIONS
-from reluformer.study.variants import large_cell
+from reluformer.study.variants import CANDIDATES, large_cell
 
-_CANDIDATES = {"default": "our default", "paper": "the paper's form"}
-_ATTENTIONS = ("softmax", *_CANDIDATES)
+_ATTENTIONS = ("softmax", *CANDIDATES)
 _UNITS = {"sentences": ("test", "sentence"), "documents": ("test", "document")}
 _SEEDS = 2
 
@@ -34,7 +33,7 @@ def _conclude(results: Results) -> Findings:
             {"unit": unit, "attention": attention},
             test,
         )
-        for (unit, test), (attention, name) in product(_UNITS.items(), _CANDIDATES.items())
+        for (unit, test), (attention, name) in product(_UNITS.items(), CANDIDATES.items())
     ]
     tables = []
     for unit, test in _UNITS.items():

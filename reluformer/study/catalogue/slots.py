@@ -4,8 +4,8 @@ from reluformer.study.catalogue.tables import (
     bleu_of,
     decimals,
     group_table,
-    interval,
     lines_over,
+    paired,
     significant,
 )
 from reluformer.study.cells import Cell
@@ -45,9 +45,10 @@ def _conclude(results: Results) -> Findings:
     largest = max(sizes, default=0)
     known: list[bool | None] = [None if gap != gap else gap > 0 for gap in gaps.values()]
     shown = ", ".join(f"{slots}: {show_number(gap)}" for slots, gap in gaps.items())
-    between = interval(
-        results, ("test", "sentence"), negate=True, memory="softmax_ln", slots=largest
-    )
+    behind, between = paired(
+        results, ("test", "sentence"), bleu("softmax_ln", largest) - bleu("relu", largest),
+        negate=True, memory="softmax_ln", slots=largest,
+    )  # fmt: skip
     verdicts = [
         combine(
             "ReLU beats softmax at every number of slots", known, f"BLEU by slots {shown}",
@@ -55,8 +56,7 @@ def _conclude(results: Results) -> Findings:
         ),
         decide(
             f"Softmax + LayerNorm falls behind ReLU at the largest size ({largest} slots)",
-            bleu("relu", largest) - bleu("softmax_ln", largest),
-            holds=0.2, partly=0.0, unit=f"BLEU (ReLU - softmax + LN){between}",
+            behind, holds=0.2, partly=0.0, unit=f"BLEU (ReLU - softmax + LN){between}",
             rule="holds from +0.2 BLEU on, partly above 0",
         ),
     ]  # fmt: skip

@@ -82,26 +82,26 @@ def show_comparison(comparison: Comparison | None) -> str:
     return f"{comparison.difference:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
-def interval(
-    results: Results, test: tuple[str, str], *, negate: bool = False, **labels: Any
-) -> str:
-    """The 95 % interval of a group's paired difference with its seeds, as text behind a unit.
-
-    Empty if the groups were not compared.
+def paired(
+    results: Results, test: tuple[str, str], means: float, *, negate: bool = False, **labels: Any
+) -> tuple[float, str]:
+    """A group's paired difference, and its 95 % interval with its seeds as text behind a unit.
 
     Args:
         results: Outcomes and comparisons of a study.
         test: Test set and level.
-        negate: Show the baseline minus the group.
+        means: Mean score of the group minus that of the baseline, from rounded scores. It is the
+            result, without interval, if the groups were not compared.
+        negate: Return the baseline minus the group.
         **labels: Labels of the group.
     """
     comparison = find_comparison(results.comparisons, labels, *test)
     if comparison is None:
-        return ""
-    low, high = comparison.interval
+        return -means if negate else means, ""
+    (low, high), difference = comparison.interval, comparison.difference
     if negate:
-        low, high = -high, -low
-    return f" (95 %: {low:+.2f} to {high:+.2f}, {seeds(comparison.seeds)})"
+        low, high, difference = -high, -low, -difference
+    return difference, f" (95 %: {low:+.2f} to {high:+.2f}, {seeds(comparison.seeds)})"
 
 
 def seeds(count: int) -> str:

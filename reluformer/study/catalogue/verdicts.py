@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from reluformer.study.catalogue.tables import bleu_of, interval
+from reluformer.study.catalogue.tables import bleu_of, paired
 from reluformer.study.definition import Results
 from reluformer.study.findings import Verdict, combine, find_comparison
 
@@ -38,5 +38,6 @@ def reaches(
     # As printed, so that the number and the verdict agree.
     ends = [round(end, 2) >= -_MARGIN for end in comparison.interval]
     unit = "BLEU" if test[1] == "sentence" else "d-BLEU"
-    number = f"{comparison.difference:+.2f} {unit}{interval(results, test, **labels)}"
+    difference, between = paired(results, test, gap, **labels)
+    number = f"{difference:+.2f} {unit}{between}"
     return combine(claim, ends, number, rule)
