@@ -9,10 +9,14 @@ from typing import Literal, NamedTuple
 from reluformer.documents.passage import Mark, Part, Passage
 
 _SPACES = re.compile(r"\s+")
-# Addresses are kept as they are. A full stop or bracket at the end belongs to the sentence.
-_ADDRESS = re.compile(
-    r"\b(?:https?://|www\.)[^\s<>()\[\]\"]*[^\s<>()\[\]\".,;:!?'*_]"
-    r"|\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,8}"
+# Addresses and pictures are kept as they are. A full stop, a bracket or a reference of HTML at the
+# end of an address belongs to the sentence. Models know few pictures, so that none reads them.
+_KEPT = re.compile(
+    r"(?P<address>\b(?:https?://|www\.)(?:(?!&(?!amp;)#?\w{1,32};)[^\s<>()\[\]\"])+(?<![.,;:!?'*_])"
+    r"|\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,8})"
+    # Arrows, technical signs, dingbats, emoji; then variants, joiners and tags of flags; keycaps.
+    "|(?:[\u2190-\u21ff\u2300-\u23ff\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff]"
+    "[\u200d\ufe0f\U000e0020-\U000e007f]*)+|[0-9#*]\ufe0f?\u20e3"
 )
 
 
@@ -49,19 +53,21 @@ class Builder:
         }
         self._events: list[_Event] = []
 
-    def text(self, literal: str, visible: str | None = None) -> None:
-        """Add text; `visible` is its plain text if the format writes it differently."""
-        if visible is not None:
-            self._events.append(_Event("text", literal, visible))
-            return
+    def text(self, literal: str, read: Callable[[str], str] = str) -> None:
+        """Add text; `read` turns a part of it into plain text."""
         end = 0
-        for match in _ADDRESS.finditer(literal):
+        for match in _KEPT.finditer(literal):
             if match.start() > end:
-                self._events.append(_Event("text", *[literal[end : match.start()]] * 2))
-            self.verbatim(match.group(), match.group())
+                between = literal[end : match.start()]
+                self._events.append(_Event("text", between, read(between)))
+            self.verbatim(match.group(), read(match["address"] or ""))
             end = match.end()
         if end < len(literal):
-            self._events.append(_Event("text", *[literal[end:]] * 2))
+            self._events.append(_Event("text", literal[end:], read(literal[end:])))
+
+    def character(self, literal: str, visible: str) -> None:
+        """Add a character that the format writes differently."""
+        self._events.append(_Event("text", literal, visible))
 
     def verbatim(self, literal: str, visible: str = "") -> None:
         """Add content that is kept; the model reads `visible` in its place."""
@@ -117,48 +123,87 @@ def _depth(events: Sequence[_Event]) -> int:
     return max(accumulate(steps), default=0)
 
 
+class _PlainText:
+    """Plain text whose words are separated by single spaces, and the marks in it."""
+
+    def __init__(self) -> None:
+        self.text, self.marks = "", list[Mark]()
+        # Markup behind the last character, as a mark and its field, and white space behind that.
+        self._last: tuple[int, str] | None = None
+        self._space = ""
+
+    def add_text(self, visible: str) -> None:
+        """Add text; white space that would be a second space becomes part of the markup before."""
+        added = _SPACES.sub(" ", visible)
+        if added.startswith(" ") and (not self.text or self.text.endswith(" ")):
+            added = added[1:]
+            self._space = " " if self.text else visible[: -len(visible.lstrip()) or None]
+        if added:
+            self._place_space()
+            self.text += added
+            self._last = None
+
+    def add_mark(self, literal: str, visible: str = "", *, is_verbatim: bool = False) -> int:
+        """Add a mark and return its index."""
+        self._place_space()
+        if is_verbatim or not self.text:
+            self._last = len(self.marks), "opening"
+        start = len(self.text)
+        self.text += visible
+        self.marks.append(Mark(start, len(self.text), literal, is_verbatim=is_verbatim))
+        return len(self.marks) - 1
+
+    def close(self, index: int, literal: str) -> None:
+        """Close a mark."""
+        inner = len(self.marks) - index - 1
+        self.marks[index] = self.marks[index]._replace(
+            end=len(self.text), closing=literal, inner=inner
+        )
+        # Behind a word, the space that follows the word is enough.
+        is_empty = self.marks[index].start == len(self.text)
+        self._last = (index, "closing") if is_empty else None
+
+    def finished(self) -> tuple[str, tuple[Mark, ...]]:
+        """The text without white space at its end, and its marks."""
+        end = len(self.text.rstrip())
+        for index, mark in enumerate(self.marks):
+            if mark.start > end:
+                self.marks[index] = mark._replace(opening=f" {mark.opening}")
+                break
+        clipped = (m._replace(start=min(m.start, end), end=min(m.end, end)) for m in self.marks)
+        return self.text[:end], tuple(clipped)
+
+    def _place_space(self) -> None:
+        if self._last is not None and self._space:
+            index, field = self._last
+            longer = getattr(self.marks[index], field) + self._space
+            self.marks[index] = self.marks[index]._replace(**{field: longer})
+        self._space = ""
+
+
 def _plain(
     events: Sequence[_Event], pairs: dict[int, int], first: int
 ) -> tuple[str, tuple[Mark, ...]]:
     """Plain text of events, and the marks in it; arguments as in `_passage`."""
-    text, starts, marks, last_spaced = "", dict[int, int](), list[Mark](), -1
+    plain, opened = _PlainText(), dict[int, int]()
     for index, event in enumerate(events, first):
-        if event.kind == "text":
-            added = _SPACES.sub(" ", event.visible)
-            if added.startswith(" ") and (not text or text.endswith(" ")):
-                added = added[1:]
-                # Without this space, an image would touch the next word.
-                if marks and marks[-1].is_verbatim and marks[-1].start == len(text):
-                    marks[-1] = marks[-1]._replace(opening=f"{marks[-1].opening} ")
-                    last_spaced = len(marks) - 1
-            text += added
-        elif event.kind == "verbatim":
-            marks.append(Mark(len(text), len(text + event.visible), event.literal, "", True))
-            text += event.visible
-        elif event.kind == "open":
-            starts[pairs[index]] = len(marks)
-            marks.append(Mark(len(text), len(text), event.literal))
-        else:
-            at = starts[index]
-            inner = len(marks) - at - 1
-            marks[at] = marks[at]._replace(end=len(text), closing=event.literal, inner=inner)
-    end = len(text.rstrip())
-    behind = [i for i, mark in enumerate(marks) if mark.is_verbatim and mark.start > end]
-    if behind:
-        marks[behind[0]] = marks[behind[0]]._replace(opening=f" {marks[behind[0]].opening}")
-        if behind[-1] == last_spaced:
-            marks[last_spaced] = marks[last_spaced]._replace(
-                opening=marks[last_spaced].opening[:-1]
-            )
-    clipped = (m._replace(start=min(m.start, end), end=min(m.end, end)) for m in marks)
-    return text[:end], tuple(clipped)
+        match event.kind:
+            case "text":
+                plain.add_text(event.visible)
+            case "verbatim":
+                plain.add_mark(event.literal, event.visible, is_verbatim=True)
+            case "open":
+                opened[pairs[index]] = plain.add_mark(event.literal)
+            case "close":
+                plain.close(opened[index], event.literal)
+    return plain.finished()
 
 
 def _edge(events: Sequence[_Event], *, is_end: bool = False) -> str:
-    """White space before the first visible character, or after the last one."""
+    """White space before the first visible character or opening, or after the last character."""
     spaces: list[str] = []
     for event in events:
-        if event.kind == "verbatim":
+        if event.kind == "verbatim" or (event.kind == "open" and not is_end):
             break
         if event.kind != "text":
             continue

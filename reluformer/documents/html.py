@@ -94,14 +94,13 @@ def parse_html(text: str) -> list[Part]:
             literal = "".join(inner.literal for inner in tokens[index:end])
             if token.name in INLINE | _INLINE_VERBATIM | _EMPTY:
                 shown = (html.unescape(t.literal) for t in tokens[index:end] if t.kind == "text")
-                builder.verbatim(literal, "".join(shown))
+                builder.verbatim(literal, "" if token.name == "svg" else "".join(shown))
             else:
                 parts += [*builder.finish(), literal]
             index = end
             continue
         if token.kind == "text":
-            has_references = "&" in token.literal
-            builder.text(token.literal, html.unescape(token.literal) if has_references else None)
+            builder.text(token.literal, html.unescape)
         elif not add_inline_tag(builder, token):
             parts += [*builder.finish(), token.literal]
         index += 1

@@ -5,7 +5,8 @@ source cannot be followed exactly is kept untranslated.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from markdown_it import MarkdownIt
@@ -14,13 +15,21 @@ from markdown_it.token import Token
 from reluformer.documents.builder import Builder
 from reluformer.documents.html import parse_html
 from reluformer.documents.markdown_inline import InlineReader, Untraceable
-from reluformer.documents.passage import Part
+from reluformer.documents.passage import Mark, Part
 from reluformer.documents.plain_text import split_lines
+from reluformer.documents.projection import HIDDEN_SPACE
 from reluformer.documents.wrapping import wrap
 
-_FRONT_MATTER = re.compile(r"---[ \t]*\r?\n(?:.*\r?\n)*?(?:---|\.\.\.)[ \t]*(?:\r?\n|\Z)")
+# YAML, or TOML as Hugo reads it.
+_FRONT_MATTER = re.compile(
+    r"(?:---[ \t]*\r?\n(?:.*\r?\n)*?(?:---|\.\.\.)|\+{3}[ \t]*\r?\n(?:.*\r?\n)*?\+{3})"
+    r"[ \t]*(?:\r?\n|\Z)"
+)
 _SPECIAL = re.compile(r"[\\`*\[<~]|(?<!\w)_|_(?!\w)|\]|&(?=#?\w+;)")
-_LINE_START = re.compile(r"(?m)^(?:(\d{1,9})(?=[.)](?:\s|$))|(?=[-+](?:\s|$)|[#>=|]|-{2,}|:-))")
+_LINE_START = re.compile(
+    rf"(?m)^(?:(\d{{1,9}})(?=[.)](?:[\s{HIDDEN_SPACE}]|$))"
+    rf"|(?=[-+](?:[\s{HIDDEN_SPACE}]|$)|[#>=|]|-{{2,}}|:-))"
+)
 
 
 def parse_markdown(text: str) -> list[Part]:
@@ -91,8 +100,21 @@ class _Cursor:
             inside = InlineReader(token).parts(builder)
         except Untraceable:
             return [*before, *kept]
-        fresh = end_of_line + prefix
-        return [*before, *(p.replace("\n", fresh) if isinstance(p, str) else p for p in inside)]
+        return [*before, *_with_line_ends(inside, end_of_line + prefix)]
+
+
+def _with_line_ends(parts: list[Part], end: str) -> Iterator[Part]:
+    """Parts of a block whose kept content has the line ends of the document, prefixes included."""
+
+    def changed(mark: Mark) -> Mark:
+        opening, closing = (text.replace("\n", end) for text in (mark.opening, mark.closing))
+        return mark._replace(opening=opening, closing=closing)
+
+    for part in parts:
+        if isinstance(part, str):
+            yield part.replace("\n", end)
+        else:
+            yield replace(part, marks=tuple(map(changed, part.marks)))
 
 
 def _layout(token: Token, end: str, prefix: str) -> Callable[[str], str]:

@@ -1,6 +1,7 @@
 """Inline markup of Markdown: markdown-it's tokens, followed through the source."""
 
 import re
+from collections.abc import Iterator
 
 from markdown_it.common.utils import normalizeReference
 from markdown_it.helpers import parseLinkDestination, parseLinkTitle
@@ -15,13 +16,18 @@ _SOFT_BREAK = re.compile(r"[ \t]*\n[ \t]*")
 _LABEL = re.compile(r"\[((?:\\.|[^\[\]\\])*+)\]", re.DOTALL)
 _SPACE = re.compile(r"[ \t\n]*")
 _TASK = re.compile(r"\[[ xX]\](?=\s)")
-_NOTE = re.compile(r"\[![A-Z]+\]\s*")
-"""The kind of a note, which has a line of its own."""
 _TICKS = re.compile(r"`+")
-# Footnotes, kinds of notes, wiki links, fields of templates and mathematics are no text.
+# What is no text. A block has lines of its own if no text is beside it.
 _KEPT = re.compile(
-    r"(?<!\\)(?:\[\^[^\]\s]+\]:?|\[![A-Z]+\]|\[\[[^\[\]\n]+\]\]|\{\{[^{}\n]*\}\}"
-    r"|\$\$[^$\n]+\$\$|\$(?=[^\s$])[^$\n]*?(?<=[^\s\\])\$(?!\d))"
+    r"(?<!\\)(?:(?P<block>"
+    # Footnotes, kinds of notes, mathematics, attributes and tags, containers and admonitions.
+    r"\[\^[^\]\s]+\]:|\[![A-Z]+\]|\$\$[^$]+\$\$|\{[#.:%][^{}\n]*\}"
+    r"|^(?::{3}|(?:!!!|\?\?\?\+?)[ ][a-z]).*?(?=[ \t]*$))"
+    # The colon of a definition; references to footnotes, wiki links, fields of templates.
+    r"|(?P<definition>^:[ \t]+)|\[\^[^\]\s]+\]|\[\[[^\[\]\n]+\]\]|\{\{[^{}\n]*\}\}"
+    # Mathematics in a line, pictures by name.
+    r"|\$(?=[^\s$])[^$\n]*?(?<=[^\s\\])\$(?!\d)|(?<![\w:]):[a-z][a-z0-9_+-]{1,40}:(?!\w))",
+    re.MULTILINE,
 )
 
 
@@ -35,8 +41,11 @@ class InlineReader:
     def __init__(self, token: Token) -> None:
         self._source, self._children = token.content, token.children or []
         self._position = 0
-        self._kept = [match.span() for match in _KEPT.finditer(self._source)]
+        matches = list(_KEPT.finditer(self._source))
+        self._kept = [match.span() for match in matches]
         """Places of what is no text, in order."""
+        self._borders = {place for match in matches for place in _borders(match)}
+        """Line ends that separate passages."""
         self._is_inside = False
         """Whether the position is inside the first of these places."""
         self._labels: list[str | None] = []
@@ -51,30 +60,49 @@ class InlineReader:
         parts: list[Part] = []
         inside_address = 0
         for child in self._children:
-            if child.markup == "autolink":
+            if self._is_inside:
+                self._continue(child, builder)
+            elif child.markup == "autolink":
                 inside_address += child.nesting
                 if inside_address:
                     builder.verbatim(self._until(">"))
-            elif not inside_address and child.type == "hardbreak":
+            elif inside_address:
+                continue
+            elif child.type == "hardbreak":
                 parts += [*builder.finish(), self._match(_HARD_BREAK)]
-            elif child.type == "softbreak" and _NOTE.fullmatch(self._source[: self._position]):
-                parts += [*builder.finish(), self._match(_SOFT_BREAK)]
-            elif not inside_address:
+            elif child.type == "softbreak" and self._is_at_border():
+                parts += [*builder.finish(), self._match(_SOFT_BREAK).lstrip(" \t")]
+            else:
                 self._read(child, builder)
         rest = self._source[self._position :]
-        if rest.strip():
+        if rest.strip() or self._is_inside:
             raise Untraceable
         return [*parts, *builder.finish(), rest]
 
+    def _is_at_border(self) -> bool:
+        return self._source.find("\n", self._position) in self._borders
+
+    def _continue(self, child: Token, builder: Builder) -> None:
+        """Move behind a token that begins inside of what is no text."""
+        start = self._position
+        match child.type:
+            case "text" if "`" not in child.content:
+                self._literal(child.content)
+            case "text_special":
+                self._literal(child.markup)
+            case "softbreak":
+                self._match(_SOFT_BREAK)
+            case _:
+                raise Untraceable
+        self._text_and_kept(start, builder)
+
     def _read(self, child: Token, builder: Builder) -> None:
         """Move behind a token, and add it to the block."""
-        if child.type != "text" and self._is_inside:
-            raise Untraceable
         match child.type:
             case "text":
                 self._text(child.content, builder)
             case "text_special":
-                builder.text(self._literal(child.markup), child.content)
+                builder.character(self._literal(child.markup), child.content)
             case "softbreak":
                 builder.text(self._match(_SOFT_BREAK))
             case "code_inline":
@@ -188,3 +216,15 @@ class InlineReader:
             self._position = title.pos
         self._match(_SPACE)
         self._literal(")")
+
+
+def _borders(kept: re.Match[str]) -> Iterator[int]:
+    """Line ends around a block with lines of its own, or before a definition."""
+    source, (first, last) = kept.string, kept.span()
+    start, end = source.rfind("\n", 0, first), source.find("\n", last)
+    end = len(source) if end < 0 else end
+    begins_line = not source[start + 1 : first].strip()
+    if begins_line and kept["definition"]:
+        yield start
+    if begins_line and kept["block"] and not source[last:end].strip():
+        yield from (start, end)

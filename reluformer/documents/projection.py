@@ -12,11 +12,14 @@ from reluformer.translation.cancellation import check_cancelled
 
 # White space inside markup is no place for a line break. Unicode reserves these code points for
 # internal use, so that they do not occur in documents.
-_HIDDEN = {" ": "\ufdd0", "\t": "\ufdd1", "\n": "\ufdd2", "\r": "\ufdd3"}
+HIDDEN_SPACE = "\ufdd0"
+_HIDDEN = {" ": HIDDEN_SPACE, "\t": "\ufdd1", "\n": "\ufdd2", "\r": "\ufdd3"}
 _HIDE = str.maketrans(_HIDDEN)
 _SHOW = str.maketrans({hidden: shown for shown, hidden in _HIDDEN.items()})
 # Words inside an element that may be aligned elsewhere: articles, for example.
 _GAP = 1
+# Punctuation that has no space behind it, and punctuation that has none before it.
+_OPENING, _CLOSING = "([{«„‚“‘\"'", ")]}»“”‘’\"'.,;:!?…"
 
 
 class _Placed(NamedTuple):
@@ -91,8 +94,8 @@ class _Writer:
         for (low, high), mark, inner in wanted:
             low = max(low, first)
             # An element that had words keeps at least one, if one is left.
-            has_words = mark.end > mark.start and not mark.is_verbatim
-            high = max(low, high, min(low + has_words, end))
+            has_words = not mark.is_verbatim and self.passage.text[mark.start : mark.end].strip()
+            high = max(low, high, min(low + bool(has_words), end))
             placed.append(_Placed(mark, self._place(inner, low, high), low, high))
             first = high
         return placed
@@ -117,22 +120,30 @@ class _Writer:
             if inside and mark.is_verbatim:
                 return _longest_run(inside, 0)
             if inside:
-                return self._trimmed(mark, *_longest_run(inside, _GAP))
+                return self._trimmed(mark, *_longest_run(inside, _GAP), range(first, end))
         place = self._empty_place(mark, first, end)
         return place, place
 
-    def _trimmed(self, mark: Mark, first: int, end: int) -> tuple[int, int]:
+    def _trimmed(self, mark: Mark, first: int, end: int, words: range) -> tuple[int, int]:
         """The range without punctuation at its ends, if the original has none there.
 
-        Markdown does not read `*` between a letter and a full stop as an opening.
+        Markdown does not read `*` between a letter and a full stop as an opening. If nothing is
+        left, the range is the nearest of `words`.
         """
         content = self.passage.text[mark.start : mark.end].strip()
-        is_word = [self.target[self.words[word][0]].isalnum() for word in range(first, end)]
-        if not any(is_word):
+        if not content[:1].isalnum() and not content[-1:].isalnum():
             return first, end
-        low = is_word.index(True) if content[:1].isalnum() else 0
-        high = is_word[::-1].index(True) if content[-1:].isalnum() else 0
-        return first + low, end - high
+        inside = [word for word in range(first, end) if self._is_word(word)]
+        if not inside:
+            others = filter(self._is_word, words)
+            nearest = min(others, key=lambda word: abs(word - first), default=first)
+            return nearest, nearest + 1
+        low = inside[0] if content[:1].isalnum() else first
+        return low, inside[-1] + 1 if content[-1:].isalnum() else end
+
+    def _is_word(self, word: int) -> bool:
+        """Whether this is a word of the translation, and no punctuation mark."""
+        return self.target[self.words[word][0]].isalnum()
 
     def _empty_place(self, mark: Mark, first: int, end: int) -> int:
         """Place of a mark without words: behind the translation of the word before it."""
@@ -169,31 +180,44 @@ class _Writer:
                 return inside[0], inside[-1] + 1
         return None
 
-    def _text(self, placed: list[_Placed], start: int, end: int) -> str:
-        """Characters [start, end) of the translation with marks."""
-        written, escape = [], self.passage.escape
+    def _text(self, placed: list[_Placed], first: int, end: int, *, is_inner: bool = False) -> str:
+        """Characters [first, end) of the translation with marks.
+
+        `is_inner` says that they are in an element, which neither begins nor ends with a space.
+        """
+        written, escape, start = list[str](), self.passage.escape, first
         before: Mark | None = None
-        for mark, inner, first, last in placed:
-            has_words = first < last
-            low = min(max(self._start(mark, first, has_words), start), end)
-            high = self.words[last - 1][1] if has_words else low
+        for mark, inner, first_word, end_word in placed:
+            has_words = first_word < end_word
+            low = min(max(self._start(mark, first_word, has_words), start), end)
+            high = self.words[end_word - 1][1] if has_words else low
             written.append(escape(self.target[start:low]))
             opening, closing = mark.opening.translate(_HIDE), mark.closing.translate(_HIDE)
-            if mark.is_verbatim:
-                needs_space = not has_words and mark.end > mark.start
+            inside = "" if mark.is_verbatim else self._text(inner, low, high, is_inner=True)
+            left, right = False, False
+            if mark.is_verbatim or not has_words:
+                left, right = self._needed_spaces(mark, low, high)
                 # Two pieces of code that came together would be read as one.
-                if before and low == start and before.is_verbatim and before.end != mark.start:
-                    written.append(" " * (not written[-1].endswith(" ")))
-                is_last = low == len(self.target)
-                written.append(" " * (needs_space and is_last and low > 0) + opening)
-                written.append(" " * (needs_space and not is_last))
-            else:
-                inside = self._text(inner, low, high)
-                # Delimiters such as "**" around nothing would be other markup.
-                if inside or mark.opening != mark.closing:
-                    written += [opening, inside, closing]
+                if before is not None and before.is_verbatim and low == start:
+                    left = before.end != mark.start
+                left = left and not (is_inner and low == first) and not _ends_with_space(written)
+                right = (
+                    right
+                    and not (is_inner and high == end)
+                    and not (opening + closing).endswith(HIDDEN_SPACE)
+                )
+            # Delimiters such as "**" around nothing would be other markup.
+            if inside or opening != closing:
+                written += [" " * left, opening, inside, closing, " " * right]
             start, before = high, mark
         return "".join([*written, escape(self.target[start:end])])
+
+    def _needed_spaces(self, mark: Mark, low: int, high: int) -> tuple[bool, bool]:
+        """Whether kept content at characters [low, high) needs a space before it, and behind it."""
+        text, target = self.passage.text, self.target
+        before = text[max(mark.start - 1, 0) : mark.start], target[max(low - 1, 0) : low]
+        behind = text[mark.end : mark.end + 1], target[high : high + 1]
+        return _needs_space(*before, _OPENING), _needs_space(*behind, _CLOSING)
 
     def _start(self, mark: Mark, first: int, has_words: bool) -> int:
         """Character before which a mark is written that is placed before the word `first`."""
@@ -201,6 +225,25 @@ class _Writer:
         if first > 0 and not has_words and is_attached:
             return self.words[first - 1][1]
         return self.words[first][0] if first < len(self.words) else len(self.target)
+
+
+def _needs_space(original: str, here: str, tight: str) -> bool:
+    """Whether kept content needs a space on one side.
+
+    Args:
+        original: The character on that side in the original, or "" at its start or end.
+        here: The character on that side in the translation, or "".
+        tight: Punctuation that has no space on that side.
+    """
+    if not here or here.isspace():
+        return False
+    # In the original, the content may touch a word, as in `x`s.
+    return not original.isalnum() if here.isalnum() else not (original.strip() or here in tight)
+
+
+def _ends_with_space(pieces: list[str]) -> bool:
+    last = next((piece for piece in reversed(pieces) if piece), "")
+    return last.endswith((" ", HIDDEN_SPACE))
 
 
 def _longest_run(words: list[int], gap: int) -> tuple[int, int]:

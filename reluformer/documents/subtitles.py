@@ -9,9 +9,11 @@ from reluformer.documents.passage import Part
 from reluformer.documents.plain_text import split_lines
 from reluformer.documents.wrapping import balance
 
-_TIME = re.compile(r"\s*\d+:\d+:\d+[,.]\d+\s*-->")
+# Some programs leave out hours or milliseconds.
+_TIME = re.compile(r"\s*\d+(?::\d+){1,2}(?:[,.]\d+)?\s*-->")
+_NUMBER = re.compile(r"\s*\d+\s*")
 _POSITION = re.compile(r"(\{\\[^{}]*\})")
-_DIALOGUE = re.compile(r"(?:\{\\[^{}]*\})?\s*[-–—]\s*")
+_DIALOGUE = re.compile(r"(?:\{\\[^{}]*\}|<[^<>]*>)*\s*[-–—]\s*")
 
 
 def parse_srt(text: str) -> list[Part]:
@@ -24,7 +26,10 @@ def parse_srt(text: str) -> list[Part]:
         if is_text and line.strip() and not is_time:
             spoken.append((line, end))
             continue
-        parts += [*_subtitle(spoken), line, end]
+        # Without a blank line, the number of this subtitle follows the text of the last one.
+        has_number = is_time and bool(spoken) and bool(_NUMBER.fullmatch(spoken[-1][0]))
+        number = spoken.pop() if has_number else ()
+        parts += [*_subtitle(spoken), *number, line, end]
         spoken = []
         is_text = is_time or (is_text and bool(line.strip()))
     return parts

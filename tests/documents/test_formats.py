@@ -173,6 +173,11 @@ PIECES = st.lists(
         [
             "word",
             "Two words. ",
+            "$$",
+            ":::",
+            "{#x}",
+            "😀",
+            "![i](j)",
             "*",
             "**",
             "_",
@@ -366,3 +371,94 @@ def test_files_that_would_lose_their_structure_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="not read; convert it|must not be compressed"):
         format_by_name(Path(name))
     assert format_by_name(Path("talk.en.gz")) is None
+
+
+def test_kept_content_touches_no_word_that_it_does_not_touch_in_the_original() -> None:
+    (passage,) = (
+        p for p in parse("See http://x.y now, `a`s.", "markdown") if isinstance(p, Passage)
+    )
+    address, code = (len(find_words(passage.text[: mark.start])) for mark in passage.marks)
+    # The model writes the address into the word before it, and nothing for the code.
+    alignment = [0, address, address, address, code - 2, len(find_words(passage.text)) - 1]
+    assert project(passage, "Siehe:b c nun.", alignment) == "Siehe http://x.y nun `a`."
+    for document in (
+        "See ![i](j). ![i](j)x go.",
+        "(`a`)s, `b`-c",
+        "*One ![i](j)* two.",
+        "a <b></b> c",
+    ):
+        assert rewrite(document, "markdown") == document
+
+
+def test_an_element_around_a_word_is_not_put_around_a_full_stop() -> None:
+    (passage,) = (p for p in parse("is <b>water</b>.", "html") if p)
+    assert isinstance(passage, Passage)
+    assert project(passage, "ist Wasser.", [0, 2, 1]) == "ist <b>Wasser</b>."
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kept", ["😀", "👩‍👧", "1️⃣", "♪", "→", "https://x.y/?a=1&amp;b=2"])
+def test_pictures_and_addresses_are_kept(name: str, kept: str) -> None:
+    document = f"{kept} One & two {kept} three {kept}."
+    if name == "srt":
+        document = f"1\n00:00:01,000 --> 00:00:02,000\n{document}"
+    assert rewrite(document, name).replace("&amp;", "&") == document.replace("&amp;", "&")
+    found = " ".join(texts(document, name))
+    assert "One" in found and (kept not in found or kept.startswith("http"))
+
+
+def test_references_around_an_address_are_text() -> None:
+    page = "<p>See &quot;https://x.y/a&quot;, &lt;b&gt;.</p>"
+    assert texts(page, "html") == ['See "https://x.y/a", <b>.']
+
+
+def test_white_space_at_the_start_of_markup_stays_there() -> None:
+    for document in ("<b>      one</b> two\n", "<i></i>     one\n", "<b>\none</b>\n"):
+        assert rendered(rewrite(document, "markdown")) == rendered(document)
+
+
+@pytest.mark.parametrize(
+    ("document", "found"),
+    [
+        ("We write\n$$\nx_1 = \\{y\\}\n$$\nhere.\n", ["We write", "here."]),
+        ("> A sum $$\n> x\n> $$ in it.\n", ["A sum in it."]),
+        (":::note\nOne line\nand more.\n:::\n", ["One line and more."]),
+        ('!!! note "Kept"\n    A text.\n', ["A text."]),
+        ("A term\n:   Its meaning.\n", ["A term", "Its meaning."]),
+        ("# Title {#name}\n\nText.\n{: .wide}\n", ["Title", "Text."]),
+        ("{% include x %}\n\nOn :smile: we go at 10:30:15.\n", ["On we go at 10:30:15."]),
+        ("[^1]:\n    A note.\n", ["A note."]),
+        ("+++\ntitle = 'x'\n+++\nText.\n", ["Text."]),
+        ("See [one](x\r\n'title') here.\r\n", ["See one here."]),
+    ],
+)
+def test_extensions_of_markdown_are_kept(document: str, found: list[str]) -> None:
+    assert texts(document, "markdown") == found
+    again = rewrite(document, "markdown")
+    assert rendered(again) == rendered(document)
+    own_lines = re.compile(r"(?m)^(?:\$\$|:::|!!! |:  |\{|\+\+\+|\[\^1\]:$).*$")
+    assert own_lines.findall(again) == own_lines.findall(document)
+
+
+def test_kept_content_has_the_line_ends_of_the_document() -> None:
+    document = "> See [one](x\r\n> 'title') here.\r\n"
+    assert "[one](x\r\n> 'title')" in rewrite(document, "markdown")
+
+
+def test_a_number_before_kept_content_does_not_become_a_list() -> None:
+    document = "This costs as much as the one of two, and that is as much as of\nseven 1. `code`\n"
+    longer = rewrite(document, "markdown", lambda text: text.replace("seven", "s" * 61))
+    assert rendered(longer).count("<li>") == 0
+
+
+def test_unusual_subtitles() -> None:
+    document = (
+        "1\n00:01 --> 00:02,5\n<i>- Who is it?</i>\n- Me.\n"
+        "2\n100:00:01.5 --> 100:00:02.5\n♪ A song\n\n"
+    )
+    assert texts(document, "srt") == ["Who is it?", "Me.", "A song"]
+    assert rewrite(document, "srt") == document
+
+
+def test_text_in_a_picture_is_not_read() -> None:
+    assert texts("<p>A <svg><title>Icon</title></svg> word</p>", "html") == ["A word"]
