@@ -5,7 +5,6 @@ comment before a block changes that: `<!-- not executed: REASON -->` only compil
 `<!-- uses runs/mine -->` provides the folder of a finished run.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -244,18 +243,3 @@ def test_numbers_are_those_of_the_results_files() -> None:
     script = ROOT / "tools" / "check_numbers.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
-
-
-@pytest.mark.slow
-def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "choosing-an-attention.html").is_file()
