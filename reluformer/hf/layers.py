@@ -206,7 +206,7 @@ def replace_attention_modules(
 
     Args:
         model: The model.
-        kind: Name in `reluformer.ATTENTIONS`.
+        kind: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         options: Options of the attention, as `AttentionCore` takes them.
 
     Returns:
