@@ -23,6 +23,7 @@ import reluformer.nn
 from reluformer import ATTENTIONS
 from reluformer.cli import app
 from reluformer.config.recipe import load_recipe
+from reluformer.model.memory import MEMORIES
 from reluformer.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,6 +180,14 @@ def test_gallery_describes_only_members_of_the_family(monkeypatch: pytest.Monkey
     assert described == set(ATTENTIONS)
 
 
+def test_memory_table_lists_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import memories
+
+    text = memories.markdown()
+    assert all(f"| `{name}` |" in text and row.paper in text for name, row in MEMORIES.items())
+
+
 def test_module_table_lists_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GENERATED))
     import modules
@@ -190,6 +199,8 @@ def test_module_table_lists_every_module(monkeypatch: pytest.MonkeyPatch) -> Non
         if path.name != "__init__.py":
             assert summaries[name], f"{name} has no docstring"
             assert f"| `{path.name}` |" in text
+    titles = re.findall(r"^\*\*`(.*)`\*\*$", text, flags=re.MULTILINE)
+    assert sorted(set(titles)) == sorted(titles), "a folder has two tables"
 
 
 def test_command_reference_lists_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +221,7 @@ def test_settings_on_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     import settings
 
     assert "|  |" not in settings.markdown(), "a setting has no docstring"
+    assert "| `precision` | `float32`, `bfloat16` | `null` |" in settings.markdown()
     known = settings.names()
     known |= {name.rsplit(".", 1)[0] for name in known}
     # The log names settings as they were at its dates.
