@@ -240,7 +240,7 @@ def _hook(module: nn.Module, callback: Any) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode and without gradients."""
+    """Context manager: the model in evaluation mode, without gradients."""
     training = model.training
     model.eval()
     try:
