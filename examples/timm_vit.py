@@ -3,7 +3,8 @@
 Trains a small ViT to name shapes in generated images, once with softmax and once with the
 recommended attention, and prints the validation loss and accuracy of both.
 
-    pip install ".[timm]"   # in a clone of the repository
+    pip install torchvision   # from the index that torch came from
+    pip install ".[timm]"     # in a clone of the repository
     python examples/timm_vit.py
 """
 

@@ -29,6 +29,7 @@ class BranchVariance(NamedTuple):
     """Variance over features of one residual branch, averaged over tokens."""
 
     name: str
+    """Path of the branch in the model, such as `encoder.0.memory`."""
     branch: float
     """Variance of the output of the branch."""
     residual: float
@@ -41,9 +42,12 @@ class AttentionReport(NamedTuple):
     """Means over the rows and heads of one attention."""
 
     site: str
+    """`encoder`, `decoder` or `cross`."""
     layer: int
     row_sum: float
+    """Sum of the weights of a row before row normalisation."""
     entropy: float
+    """Entropy of the row-normalised weights, in nats."""
     zeros: float
     """Share of visible keys with weight zero."""
     dead_rows: float
@@ -58,12 +62,13 @@ class MemoryReport(NamedTuple):
     """Means over the tokens of one global memory."""
 
     name: str
+    """Path of the memory in the model."""
     zeros: float
     """Share of slots with weight zero."""
     dead_slots: float
     """Share of slots without weight for all tokens of the batch."""
     entropy: float
-    """Entropy of the row-normalised weights."""
+    """Entropy of the row-normalised weights, in nats."""
     top_share: float
     """Share of the weight on the top 0.2 % of the slots (at least one), over tokens that read."""
     anisotropy: float
@@ -238,7 +243,7 @@ def _hook(module: nn.Module, callback: Any) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode and without gradients."""
+    """Context manager: the model in evaluation mode, without gradients."""
     training = model.training
     model.eval()
     try:

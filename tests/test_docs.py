@@ -5,7 +5,6 @@ comment before a block changes that: `<!-- not executed: REASON -->` only compil
 `<!-- uses runs/mine -->` provides the folder of a finished run.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -18,10 +17,13 @@ import pytest
 import torch.distributed as dist
 import typer
 
-import reluformer
+import reluformer.context_parallel
+import reluformer.hf
+import reluformer.nn
 from reluformer import ATTENTIONS
 from reluformer.cli import app
 from reluformer.config.recipe import load_recipe
+from reluformer.model.memory import MEMORIES
 from reluformer.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,6 +180,14 @@ def test_gallery_describes_only_members_of_the_family(monkeypatch: pytest.Monkey
     assert described == set(ATTENTIONS)
 
 
+def test_memory_table_lists_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GENERATED))
+    import memories
+
+    text = memories.markdown()
+    assert all(f"| `{name}` |" in text and row.paper in text for name, row in MEMORIES.items())
+
+
 def test_module_table_lists_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GENERATED))
     import modules
@@ -189,6 +199,8 @@ def test_module_table_lists_every_module(monkeypatch: pytest.MonkeyPatch) -> Non
         if path.name != "__init__.py":
             assert summaries[name], f"{name} has no docstring"
             assert f"| `{path.name}` |" in text
+    titles = re.findall(r"^\*\*`(.*)`\*\*$", text, flags=re.MULTILINE)
+    assert sorted(set(titles)) == sorted(titles), "a folder has two tables"
 
 
 def test_command_reference_lists_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +221,7 @@ def test_settings_on_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     import settings
 
     assert "|  |" not in settings.markdown(), "a setting has no docstring"
+    assert "| `precision` | `float32`, `bfloat16` | `null` |" in settings.markdown()
     known = settings.names()
     known |= {name.rsplit(".", 1)[0] for name in known}
     # The log names settings as they were at its dates.
@@ -226,8 +239,10 @@ def test_recipe_page_lists_every_recipe() -> None:
 
 def test_api_page_lists_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text("utf-8")
-    shown = set(re.findall(r"^::: reluformer\.(\w+)$", text, flags=re.MULTILINE))
-    assert shown - {"diagnostics"} == set(reluformer.__all__) - {"ATTENTIONS", "__version__"}
+    shown = set(re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE))
+    for module in (reluformer, reluformer.nn, reluformer.hf, reluformer.context_parallel):
+        names = {f"{module.__name__}.{name}" for name in module.__all__}
+        assert names - shown <= {"reluformer.ATTENTIONS", "reluformer.__version__"}
 
 
 def test_every_dependency_is_justified() -> None:
@@ -244,18 +259,3 @@ def test_numbers_are_those_of_the_results_files() -> None:
     script = ROOT / "tools" / "check_numbers.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:]
-
-
-@pytest.mark.slow
-def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "choosing-an-attention.html").is_file()

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import commands  # noqa: E402
 import gallery  # noqa: E402
+import memories  # noqa: E402
 import modules  # noqa: E402
 import settings  # noqa: E402
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "commands": commands.markdown,
     "gallery": gallery.markdown,
+    "memories": memories.markdown,
     "modules": modules.markdown,
     "module count": modules.count,
     "settings": settings.markdown,

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "reluformer"
 
 def modules() -> dict[str, str]:
     """Path of every module below the package, in reading order, with its summary."""
-    paths = sorted(PACKAGE.rglob("*.py"), key=lambda path: (path.parent != PACKAGE, path))
+    paths = sorted(PACKAGE.rglob("*.py"), key=lambda path: (path.parent, path))
     rows = {str(path.relative_to(PACKAGE)): _summary(path) for path in paths}
     # An `__init__.py` without a docstring only marks a folder.
     return {name: text for name, text in rows.items() if text or not name.endswith("__init__.py")}

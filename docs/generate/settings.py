@@ -61,7 +61,7 @@ def _settings(config: type) -> list[tuple[dataclasses.Field[Any], Any, str]]:
 
 def _nested(hint: Any) -> type | None:
     """The dataclass that a field holds, if it holds one."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
     return next((option for option in options if dataclasses.is_dataclass(option)), None)
 
 
@@ -84,8 +84,13 @@ def _summary(config: type) -> str:
     return (config.__doc__ or "").split("\n\n")[0].replace("\n", " ")
 
 
+def _is_union(hint: Any) -> bool:
+    # `Literal[...] | None` is a typing.Union.
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
 def _kind(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
+    if _is_union(hint):
         parts = [_kind(option) for option in typing.get_args(hint) if option is not type(None)]
         return " or ".join(parts)
     if typing.get_origin(hint) is typing.Literal:

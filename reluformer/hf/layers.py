@@ -126,8 +126,9 @@ def layer_attentions(model: nn.Module) -> list[LayerAttention]:
 def prepare(model: nn.Module) -> nn.Module:
     """Give each attention module of a transformers model the attention that its config names.
 
-    Registration does this for new and loaded models and after `set_attn_implementation`. Modules
-    with an attention of transformers lose the submodule. An optimizer must be created afterwards.
+    Registration does this for new and loaded models and after `set_attn_implementation`. A
+    module whose config names an attention of transformers loses its submodule `reluformer`. Create
+    the optimizer afterwards.
 
     Args:
         model: A transformers model or part of one.
@@ -206,7 +207,7 @@ def replace_attention_modules(
 
     Args:
         model: The model.
-        kind: Name in `reluformer.ATTENTIONS`.
+        kind: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         options: Options of the attention, as `AttentionCore` takes them.
 
     Returns:

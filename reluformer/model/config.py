@@ -38,15 +38,16 @@ _PAPER_MODEL: dict[str, Any] = {
 class AttentionConfig:
     """Configuration of an attention.
 
-    The defaults are the ReLU attention that trains as well as softmax or better
-    (docs/training-relu-attention.md). It starts with (1 + s/4)^4 in place of e^s, and learns
-    thresholds. `AttentionConfig.paper()` is the published attention.
+    The defaults are row-normalised ReLU^4 with learned thresholds, which starts with (1 + s/4)^4 in
+    place of e^s and trains as well as softmax on sentences; documents need `power=8`
+    (docs/training-relu-attention.md). `AttentionConfig.paper()` is the published attention.
     """
 
     kind: str = "relu"
     """Name of the attention in `reluformer.ATTENTIONS`."""
     power: int = 4
-    """Power of the rectified score. For `relu` only, like all fields up to `threshold_init`."""
+    """Power of the rectified score: 1, 2, 4 or 8. For `relu` only, like all fields up to
+    `threshold_init`."""
     row_normalise: float | None = 1e-4
     """Divide each row by its sum plus this number; None leaves rows unnormalised."""
     gamma: Literal["fixed", "model", "layer", "head"] = "layer"

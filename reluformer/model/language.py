@@ -48,7 +48,8 @@ class ReLUFormerLM(Model):
         Args:
             tokens: Token ids [B, T], padded at the end.
             lengths: Number of tokens that are not padding, [B]; None if there is no padding.
-            record: What the attentions report.
+            record: What the attentions report: "row_sum", "entropy" (with the row sum), "stats" or
+                "weights" (with the statistics).
             sample_rows: Record a random sample of this many query rows; None records all.
             entropy_every: Record the entropy of one block of query rows in this many.
             sequence: Sequence that is distributed over ranks. `tokens` and logits are then this

@@ -71,7 +71,8 @@ class ReLUFormer(Model):
             target: Target ids [B, T], padded at the end.
             source_lengths: Number of source tokens that are not padding, [B].
             target_lengths: Number of target tokens that are not padding, [B].
-            record: What the attentions report.
+            record: What the attentions report: "row_sum", "entropy" (with the row sum), "stats" or
+                "weights" (with the statistics).
             sample_rows: Record a random sample of this many query rows; None records all.
             entropy_every: Record the entropy of one block of query rows in this many, see
                 `reluformer.attention`; 1 with `sample_rows`.

@@ -44,7 +44,7 @@ class AttentionCore(nn.Module):
     Args:
         heads: Number H of query heads.
         head_dim: Width D of a head.
-        attention: Name in `reluformer.ATTENTIONS`.
+        attention: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         options: Options of the attention, fixed at the given numbers (learned options that are not
             given are learned), and of this layer:
             `row_loss`, by default 0.001 for `normalised_relu` and 0 for others;

@@ -27,7 +27,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     - Nested tensors are refused, and torch's fast path, which computes softmax, is never taken.
 
     Args:
-        attention: Name in `reluformer.ATTENTIONS`.
+        attention: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         attention_options: Options of the attention and of `AttentionCore`.
 
     The other arguments are those of `torch.nn.MultiheadAttention`.

@@ -64,7 +64,7 @@ def replace_attention(
 
     Args:
         model: Any module.
-        attention: Name in `reluformer.ATTENTIONS`.
+        attention: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         **options: Options of the attention and of `AttentionCore`.
 
     Returns:

@@ -21,7 +21,7 @@ def attn_layer(attention: str = RECOMMENDED, **options: Any) -> type[nn.Module]:
     """`timm.layers.Attention` with an attention of the family, for the argument `attn_layer`.
 
     Args:
-        attention: Name in `reluformer.ATTENTIONS`.
+        attention: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         **options: Options of the attention and of `AttentionCore`.
     """
     return attention_layer(layers.Attention, attention, options)

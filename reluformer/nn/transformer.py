@@ -23,7 +23,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` with another attention than softmax.
 
     Args:
-        attention: Name in `reluformer.ATTENTIONS`.
+        attention: Name in `reluformer.ATTENTIONS`; the default is `normalised_relu`.
         attention_options: Options of the attention and of `AttentionCore`.
 
     The other arguments are those of torch, and the initial weights, too.
@@ -83,7 +83,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer` with another attention than softmax.
 
     Args:
-        attention: Name in `reluformer.ATTENTIONS`, for self-attention and cross-attention.
+        attention: Name in `reluformer.ATTENTIONS`, for self-attention and cross-attention;
+            the default is `normalised_relu`.
         attention_options: Options of the attention and of `AttentionCore`.
 
     The other arguments are those of torch, and the initial weights, too.
@@ -194,7 +195,8 @@ class Transformer(nn.Transformer):
     """`torch.nn.Transformer` with another attention than softmax.
 
     Args:
-        attention: Name in `reluformer.ATTENTIONS`, for all attentions.
+        attention: Name in `reluformer.ATTENTIONS`, for all attentions; the default is
+            `normalised_relu`.
         attention_options: Options of the attention and of `AttentionCore`.
 
     The other arguments are those of torch, and the initial weights, too.

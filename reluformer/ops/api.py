@@ -160,7 +160,7 @@ def attention(
         entropy_every: N above 1 computes entropies for one block of 256 query rows in N only, a
             different one in each head; `RowSums.sampled` marks them, other entropies are 0.
         check: Also check the contents of tensors, which synchronises with a GPU.
-        **options: Options of the attention, see its weight function.
+        **options: Options of the attention; `ATTENTIONS[name].options` has their names.
 
     Returns:
         The output [B, H, Tq, Dv]; with any `return_` argument an
