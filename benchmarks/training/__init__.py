@@ -11,8 +11,8 @@ with the lengths and vocabulary sizes of Europarl. Each part runs in its own pro
   bf16, TF32, fused AdamW, grouped by length, padded to multiples of 8, loader processes, not
   compiled, without logging, saving or evaluation. The number of rows per batch gives the mean
   number of target tokens per step of the recipe.
-- document: the recipe `document` at length 1024 across documents, with ReLU, compiled as in the
-  recipe and uncompiled, and with softmax.
+- document: the recipe `document` at length 1024 across documents, with ReLU, compiled as by
+  default and uncompiled, and with softmax.
 - matmul: products of two 8192 x 8192 bfloat16 matrices, before and after all other parts.
 
 Target tokens include end-of-sentence tokens and exclude padding. Each part logs their number every

@@ -1,6 +1,7 @@
 """`reluformer bench` from end to end, on tiny cases."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def test_a_quick_run_writes_json_a_table_and_a_figure(tmp_path: Path) -> None:
     assert ("both", "dropout") in modes and ("both", "matmul") in modes
     for row in found["rows"]:
         assert row["ms"] > 0 and row["pairs"] >= 3
+        if row["name"] == "matmul":
+            assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(2 * 64**3)
         if row["mode"] == "both" and row["name"] != "matmul":
             assert row["peak_mib"] > 0
     assert found["command"].startswith("reluformer") and found["seconds"] > 0
@@ -70,6 +73,33 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "refused: error of" in done.stdout and done.exit_code == 0
     found = json.loads(run(*ONLY, "--only", "full, n 128", "--json").stdout)
     assert {row["name"] for row in found["rows"]} == {"relu cpu", "SDPA-flash", "matmul"}
+
+
+def test_every_pass_calls_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = plan("cpu", quick=True).selected(["full, n 128"])
+    (case,) = chosen.cases
+    sdpa, calls = contestants(case)["SDPA-flash"].run, Counter[bool]()
+
+    def counted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        calls[torch.is_grad_enabled()] += 1
+        return sdpa(q, k, v)
+
+    entrants = {"counted": Contestant("counted", "softmax", counted, case)}
+    for place in ("gate", "measure"):
+        monkeypatch.setattr(f"reluformer.bench.{place}.contestants", lambda case: entrants)
+    report = measure(chosen, seconds=60)
+    assert {row.mode for row in report.rows if row.name == "counted"} == set(MODES["dense"])
+    # Forward passes run without gradients, the others with them.
+    assert min(calls.values()) > chosen.rounds and len(calls) == 2
+
+
+def test_inputs_that_take_turns_fill_twice_the_cache() -> None:
+    case = plan("cpu", quick=True).cases[0]
+    size = case.cache_bytes
+    sets = [
+        measuring._input_sets(case, cache) for cache in (0, size // 2, size, 3 * size, 99 * size)
+    ]
+    assert sets == [1, 1, 2, 6, 16]
 
 
 def test_without_time_every_case_is_reported_as_skipped() -> None:
