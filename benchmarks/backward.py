@@ -100,10 +100,11 @@ def make(
 def backward(call: Call, variant: str) -> tuple[Tensor, ...]:
     """dq, dk and dv."""
     limits = {SCORES: 0, SPECIALISED[1]: 0, **{name: int(name[1:]) << 20 for name in MEMORY}}
+    gradient_bytes = {DEFAULT: None, SPECIALISED[2]: 512 << 20}.get(variant, 0)
     chosen = None if variant == DEFAULT else variant in SPECIALISED
     with tuning.override(
         overridden(variant), sign_bytes=limits.get(variant), hopper=chosen,
-        gradient_bytes=512 << 20 if variant == SPECIALISED[2] else 0,
+        gradient_bytes=gradient_bytes,
     ):  # fmt: skip
         return run_backward.backward(
             *call, needs_shift=call.problem.optional.threshold is not None

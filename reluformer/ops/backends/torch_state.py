@@ -45,7 +45,8 @@ def allows_tf32() -> bool:
     `torch.get_float32_matmul_precision` raises where a precision was set by the newer switches,
     `fp32_precision` of `torch.backends`. This one knows both kinds.
     """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def intercepts_operators(tensor: Tensor) -> bool:

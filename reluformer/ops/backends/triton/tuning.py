@@ -142,14 +142,17 @@ _HOPPER = 200_000
 _SMALL: dict[tuple[Kernel, int, int], tuple[int, Tile]] = {
     ("forward", 128, 2): (163_840, Tile(128, 64, 8, 2)),
     ("forward", 256, 2): (147_456, Tile(64, 32, 8, 2)),
+    ("forward", 64, 4): (_HOPPER, Tile(64, 32, 4, 2)),
     ("forward", 128, 4): (_HOPPER, Tile(32, 32, 4, 2)),
     ("forward", 256, 4): (_HOPPER, Tile(16, 16, 4, 1)),
     ("dkv", 128, 2): (_HOPPER, Tile(64, 64, 4, 2)),
     ("dkv", 256, 2): (139_264, Tile(32, 32, 4, 2)),
+    ("dkv", 64, 4): (_HOPPER, Tile(32, 32, 4, 2)),
     ("dkv", 128, 4): (_HOPPER, Tile(32, 32, 4, 1)),
     ("dkv", 256, 4): (_HOPPER, Tile(16, 16, 4, 1)),
     ("dq", 128, 2): (131_072, Tile(64, 64, 4, 2)),
     ("dq", 256, 2): (139_264, Tile(32, 32, 4, 2)),
+    ("dq", 64, 4): (_HOPPER, Tile(32, 32, 4, 2)),
     ("dq", 128, 4): (_HOPPER, Tile(32, 32, 4, 1)),
     ("dq", 256, 4): (_HOPPER, Tile(16, 16, 4, 1)),
 }

@@ -140,7 +140,7 @@ def test_code_for_older_gpus(capability: str, widths: str, dtype: str) -> None:
         assert code["shared"] <= code["available"], name
         # A multiprocessor has 65,536 registers.
         assert code["registers"] * code["threads"] <= 65536, name
-        assert code["stack"] <= 800, name
+        assert code["stack"] <= 512, name
 
 
 @pytest.mark.slow

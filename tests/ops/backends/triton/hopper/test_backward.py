@@ -91,6 +91,9 @@ def gradients(
     terms = torch.full((BATCH, heads, padded), 0.0)
     if grad_sum is not None:
         terms[..., :queries] = grad_sum * factor
+        if cols == SIDE:
+            # The pass over output gradients writes tiles of 64 rows; the pass over rows, all rows.
+            terms[..., SIDE * math.ceil(queries / SIDE) :] = float("nan")
     key_blocks = 2 * math.ceil(keys / 128)
     head_blocks = padded // SIDE * key_blocks
     if compact:
