@@ -11,6 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 from reluformer.errors import UserError
 from reluformer.hf.layers import ATTRIBUTE, LayerAttention
 from reluformer.hf.masks import CompactMask, same_segment
+from reluformer.nn.masks import MaskSizes, from_sdpa
 from reluformer.ops.visibility import Visibility
 
 _REFUSED = {"softcap": "scores without a soft cap", "s_aux": "an attention without sinks"}
@@ -173,11 +174,10 @@ def _resolve_mask(
             hidden = same if visibility.mask is None else visibility.mask & same
             visibility = replace(visibility, mask=hidden)
         return _Masked(visibility, bias, mask.keys, mask.queries(is_cross))
-    mask = mask[..., :keys]
-    if mask.dtype != torch.bool:
-        # Additive: large negative values hide keys, others are a bias.
-        visible = mask > torch.finfo(mask.dtype).min / 2
-        added = mask.masked_fill(~visible, 0.0)
-        bias = added if bias is None else bias + added
-        mask = visible
-    return _Masked(Visibility(mask), bias, keys)
+    if mask.shape[-1] > keys:
+        mask = mask[..., :keys]
+    # In additive masks, large negative values hide keys, and others are a bias.
+    found = from_sdpa(mask, False, MaskSizes(*tensors[0].shape[:2], rows, keys))
+    if found.bias is not None:
+        bias = found.bias if bias is None else bias + found.bias
+    return _Masked(Visibility(found.mask, found.causal), bias, keys)

@@ -157,6 +157,16 @@ def test_an_additive_mask_hides_keys_and_biases_scores() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_float_mask_without_bias_runs_on_a_fused_backend(hidden: float) -> None:
+    model, ids = build("llama", "normalised_relu", impl="cpu"), tokens(2, 5)
+    visible = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    visible[1, 0, 3:, 1] = False
+    wanted = model(input_ids=ids, attention_mask=visible).logits
+    mask = torch.zeros(visible.shape).masked_fill(~visible, hidden)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, wanted)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_agrees() -> None:
     model = build("llama", "normalised_relu").train()
