@@ -37,7 +37,7 @@ class HeadMeasures:
     row_sum: float
     """Sum of the weights before row normalisation."""
     entropy: float
-    """Entropy of the row-normalised weights, in nats."""
+    """Entropy of the row-normalised weights, in nats; 0 in a dead row."""
     zeros: float
     """Share of visible keys with weight exactly zero."""
     dead_rows: float

@@ -68,9 +68,12 @@ def dev_pairs(run: LoadedRun, count: int) -> list[tuple[str, str]]:
 
 
 def text_batch(run: LoadedRun, path: Path | str, examples: int) -> Batch:
-    """The first `examples` lines of a text file, with greedy translations as targets."""
+    """Up to `examples` first lines of a text file, with greedy translations as targets."""
     sources = first_lines(path, examples)
-    return pair_batch(run.tokenizer, list(zip(sources, translations(run, sources), strict=True)))
+    pairs = list(zip(sources, translations(run, sources), strict=True))
+    batch = pair_batch(run.tokenizer, pairs)
+    most = _most_examples(run, batch["source"].shape[1], batch["target"].shape[1])
+    return {name: tensor[:most] for name, tensor in batch.items()}
 
 
 def first_lines(path: Path | str, count: int) -> list[str]:

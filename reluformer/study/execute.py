@@ -15,9 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reluformer.checkpoint import load_run
+from reluformer.checkpoint import RECIPE, load_run
 from reluformer.config.migration import migrate
-from reluformer.config.recipe import Recipe, load_recipe
+from reluformer.config.recipe import (
+    Recipe,
+    first_difference,
+    load_recipe,
+    load_stored_recipe,
+)
 from reluformer.console import guarded
 from reluformer.errors import Diverged
 from reluformer.files import remove_partials
@@ -33,6 +38,7 @@ from reluformer.study.finishing import finish_cell
 from reluformer.study.queue import end_with_runner
 from reluformer.study.tasks import TASKS, train_task
 from reluformer.train import run_dir, train
+from reluformer.train.data import load_data
 
 _CURVE = ("step", "nll", "grad_norm", "tokens", "tokens_per_second", "attention", "dev", "rescaled")
 
@@ -129,25 +135,47 @@ def _assignments(job: Job) -> list[str]:
 
 
 def _train(job: Job) -> tuple[dict[str, float], dict[str, Any]]:
-    train(recipe_of(job), job.folder)
+    recipe = recipe_of(job)
+    follow_move(job.folder, recipe)
+    train(recipe, job.folder)
     _free_device_memory()
     curve = _curve(job.folder)
     detail = {**_described(job), "curve": curve}
     values = _training_values(curve)
-    run = load_run(job.folder)
+    run = load_run(job.folder)._replace(recipe=recipe)
     values["parameters"] = sum(parameter.numel() for parameter in run.model.parameters())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = {name: t.to(device) for name, t in dev_batch(run, job.budget.inspected).items()}
     inspection = inspect_model(run.model.to(device), batch)
     detail["inspection"] = inspection.to_dict()
     values |= inspection_values(inspection)
-    corpus, tests = _test_sets(job, run.recipe)
+    corpus, tests = _test_sets(job, recipe)
     if tests:
-        documents = run.recipe.data.unit == "document"
+        documents = recipe.data.unit == "document"
         finished = finish_cell(job.folder, corpus, tests, job.budget.decoding, documents=documents)
         detail |= finished
         values |= score_values(finished["scores"])
     return values, detail
+
+
+def follow_move(run: Path, recipe: Recipe) -> None:
+    """Let a run go on whose corpus, or the run it started from, is in another folder than before.
+
+    Raises:
+        UserError: The corpus is another one.
+    """
+    path = run / RECIPE
+    if not path.is_file():
+        return
+    stored = load_stored_recipe(path)
+    moved = replace(
+        stored,
+        data=replace(stored.data, source=recipe.data.source),
+        train=replace(stored.train, start_from=recipe.train.start_from),
+    )
+    if moved != stored and first_difference(moved, recipe) is None:
+        run_dir.check_data(run, load_data(recipe))
+        moved.save(path)
 
 
 def _free_device_memory() -> None:

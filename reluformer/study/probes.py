@@ -52,7 +52,7 @@ def extrapolate(probe: Probe, length: int) -> tuple[dict[str, float], dict[str, 
     metrics, counts = score(reference, output, documents=True)
     save_counts(probe.folder, test, counts)
     values = {"dbleu": metrics["d-BLEU"]["value"], "bleu": metrics["BLEU"]["value"]}
-    values["dev_nll"] = nll_at_length(load_run(probe.run), length)
+    values["dev_nll"] = nll_at_length(_model(probe), length)
     return values, {"scores": {test: metrics}, "hypotheses": {test: output.name}}
 
 
@@ -74,7 +74,7 @@ def use_of_context(probe: Probe) -> tuple[dict[str, float], dict[str, Any]]:
         _write(path, translated)
         scores[name], _ = score(reference, path, documents=True)
         values[f"bleu_{name}"] = scores[name]["BLEU"]["value"]
-    values |= reading_distances(load_run(probe.run))
+    values |= reading_distances(_model(probe))
     return values, {"context_scores": scores}
 
 
@@ -172,6 +172,13 @@ def nll_at_length(run: LoadedRun, length: int) -> float:
         total += float(translation_loss(logits, here.target_out, pad_id=model.config.pad_id)[1])
         count += batch.target_tokens
     return total / count
+
+
+def _model(probe: Probe) -> LoadedRun:
+    """The probed model with the probe's corpus, which may have moved since the training."""
+    run = load_run(probe.run)
+    data = replace(run.recipe.data, source=str(probe.corpus))
+    return run._replace(recipe=replace(run.recipe, data=data))
 
 
 def _translator(probe: Probe, max_length: int | None = None) -> Translator:

@@ -17,7 +17,7 @@ from reluformer.cli.inspection import inspect
 from reluformer.config.recipe import load_recipe
 from reluformer.errors import UserError
 from reluformer.inspection.maps import SITES, _site, map_page
-from reluformer.inspection.texts import dev_batch
+from reluformer.inspection.texts import dev_batch, text_batch
 from reluformer.train import train
 
 SMALL = [
@@ -81,6 +81,18 @@ def test_no_more_examples_than_asked_for_come_from_several_batches(runs: list[Pa
     recipe = replace(run.recipe, train=replace(run.recipe.train, batch_tokens=32))
     sizes = [len(dev_batch(run._replace(recipe=recipe), most)["source"]) for most in (1, 3, 9)]
     assert sizes == [1, 3, 4]
+
+
+def test_examples_of_a_text_fit_into_memory(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("a b c\nd e\nf\n", encoding="utf-8")
+    run = load_run(runs[0])
+    sizes = []
+    for elements in (2**28, 2):
+        monkeypatch.setattr("reluformer.inspection.texts._MAP_ELEMENTS", elements)
+        sizes.append(len(text_batch(run, tmp_path / "text", 9)["source"]))
+    assert sizes == [3, 1]
 
 
 def test_mistakes_are_named(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

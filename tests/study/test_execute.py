@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from reluformer.errors import Diverged
+from reluformer.config.recipe import Recipe
+from reluformer.errors import Diverged, UserError
 from reluformer.study import execute
 from reluformer.study.budgets import BUDGETS
 from reluformer.study.cells import Outcome, load_outcome
@@ -16,6 +17,9 @@ from reluformer.study.definition import Plan
 from reluformer.study.queue import JobQueue
 from reluformer.study.registry import STUDIES
 from reluformer.study.runner import RunOptions, run_studies
+from reluformer.study.variants import sentence_cell
+from reluformer.train import train
+from reluformer.train.run_dir import check_recipe
 
 
 def family_job(root: Path) -> execute.Job:
@@ -79,3 +83,25 @@ def test_an_interrupted_runner_keeps_the_time_of_ended_cells(
     (folder,) = (tmp_path / "tiny").glob("family.*")
     outcome = load_outcome(folder)
     assert outcome is not None and (outcome.seconds, outcome.device_seconds) == (8.0, 4.0)
+
+
+def test_a_run_goes_on_with_a_corpus_that_has_moved(tmp_path: Path) -> None:
+    cell = sentence_cell(BUDGETS["tiny"])
+    there, here = (tmp_path / name / "europarl-sent" for name in ("there", "here"))
+    generate_corpora({"europarl-sent": there})
+
+    def recipe(corpus: Path) -> Recipe:
+        small = ("train.steps=1", "train.dev_every=1", "train.log_every=1")
+        return execute.recipe_of(execute.Job(cell, tmp_path, BUDGETS["tiny"], corpus, (), small))
+
+    run = tmp_path / cell.name
+    execute.follow_move(run, recipe(there))
+    train(recipe(there), run, quiet=True)
+    there.parent.rename(here.parent)
+    execute.follow_move(run, recipe(here))
+    check_recipe(run, recipe(here))
+    description = (run / "run.json").read_text()
+    there.parent.symlink_to(here.parent)
+    (run / "run.json").write_text(description.replace('"dev": "', '"dev": "0'))
+    with pytest.raises(UserError, match="other data: the checksum of dev"):
+        execute.follow_move(run, recipe(there))

@@ -89,6 +89,15 @@ def test_a_translation_that_the_model_s_cell_kept_is_not_made_again(tmp_path: Pa
     assert translate() == ["0:a"]
 
 
+def test_a_probe_reads_its_own_corpus(run: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the training may have moved."""
+    data = replace(run.recipe.data, source="old/corpus", generated=None)
+    trained = run._replace(recipe=replace(run.recipe, data=data))
+    monkeypatch.setattr(probes, "load_run", lambda _: trained)
+    probe = probes.Probe(Path("run"), Path("moved/corpus"), Path("probe"), (), Decoding())
+    assert probes._model(probe).recipe.data.source == "moved/corpus"
+
+
 def test_loss_at_other_lengths_covers_all_of_dev(run: LoadedRun) -> None:
     lengths = {length: probes.nll_at_length(run, length) for length in (64, 300)}
     assert all(3 < value < 12 for value in lengths.values())
