@@ -13,6 +13,7 @@ Kernels
     sanitize, sanitize_calls          compute-sanitizer, and the calls that it watches
 Training
     end_to_end, step_profile          training steps, and the GPU time of one by kernel
+    cpu_steps                         training steps on a CPU by precision and library
     training                          training against Hugging Face
     language_model, language_model_data, language_model_plot
                                       a language model of transformers with one line changed
