@@ -3,7 +3,7 @@ another run."""
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -22,6 +22,7 @@ from reluformer.ops.family.table import ATTENTIONS
 from reluformer.processes import Processes
 from reluformer.shipped import model_folder
 from reluformer.train.attention_stats import AttentionStats
+from reluformer.train.cpu_settings import cpu_settings
 from reluformer.train.data import TrainingData, calibration_batches
 from reluformer.train.objective import inputs
 from reluformer.train.trainer_state import TrainerState
@@ -136,7 +137,7 @@ def initialise(
 
 @contextmanager
 def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Global torch settings of a run, restored on exit: threads, determinism, matrix products.
+    """Global settings of a run, restored on exit: threads, determinism, products, CPU memory.
 
     On a GPU, float32 products are TF32. Environment variables stay set.
     """
@@ -150,31 +151,16 @@ def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
         # Compiled layer norms sum the gradients of their weights in a pass of their own, which was
         # measured to be faster. The variable is read when something is first compiled.
         os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-    else:
-        _prefer_onednn()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with cpu_settings() if device.type == "cpu" else nullcontext():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(matmul)
         torch.use_deterministic_algorithms(strict, warn_only=lenient)
-
-
-def _prefer_onednn() -> None:
-    """Let oneDNN compute the float32 products of a CPU, if it does so in float32.
-
-    By default torch uses MKL, which leaves AVX-512 unused on AMD processors. "medium" selects
-    oneDNN and allows it to round to bfloat16, which it does where that is faster: with AMX.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    # bfloat16 has 8 bits: it would round these numbers to 1.
-    numbers = torch.full((128, 128), 1 + 2**-12, dtype=torch.float32)
-    if not torch.equal(numbers @ torch.ones_like(numbers), 128 * numbers):
-        torch.set_float32_matmul_precision(before)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> Autocast:

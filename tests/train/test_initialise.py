@@ -221,20 +221,3 @@ def test_a_gpu_gets_the_faster_gradients_of_layer_norms_unless_told_otherwise(
         assert name not in os.environ
     with torch_settings(TrainConfig(), torch.device("cuda")):
         assert os.environ[name] == "0"
-
-
-def test_float32_products_of_a_cpu_stay_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a library does with "medium" on this processor, and with one that rounds."""
-    torch.manual_seed(0)
-    a, b = torch.randn(256, 512), torch.randn(512, 384)
-    cpu = torch.device("cpu")
-    with torch_settings(TrainConfig(), cpu):
-        torch.testing.assert_close((a @ b).double(), a.double() @ b.double(), atol=1e-3, rtol=0)
-    assert torch.get_float32_matmul_precision() == "highest"
-    rounded = torch.Tensor.bfloat16
-    product = torch.Tensor.__matmul__
-    monkeypatch.setattr(
-        torch.Tensor, "__matmul__", lambda a, b: product(rounded(a), rounded(b)).float()
-    )
-    with torch_settings(TrainConfig(), cpu):
-        assert torch.get_float32_matmul_precision() == "highest"
