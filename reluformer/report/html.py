@@ -9,6 +9,7 @@ from reluformer.report.gather import Contents, RunSection, StudySection, damage_
 from reluformer.report.provenance import cell_rows, facts, signatures
 from reluformer.report.svg import plot_svg
 from reluformer.study.findings import State, Table, Verdict
+from reluformer.study.record import device_minutes
 
 _CLASSES: dict[State, str] = {
     "holds": "holds",
@@ -58,13 +59,12 @@ def _summary(contents: Contents) -> str:
                 f"<td>{escape(verdict.number)}</td></tr>"
             )
     cells = contents.cells.values()
-    minutes = sum(outcome.device_seconds for outcome in cells) / 60
     notice = f'<p class="notice">{contents.notice}</p>' if contents.notice else ""
     return (
         f"{notice}<h2>All claims</h2>"
         '<div class="scroll"><table class="text summary"><thead><tr><th>study</th><th>claim</th>'
         f"<th>verdict</th><th>the number that decides</th></tr></thead><tbody>{''.join(rows)}"
-        f'</tbody></table></div><p class="soft">{len(cells)} cells, {minutes:.1f} device minutes; '
+        f'</tbody></table></div><p class="soft">{len(cells)} cells, {device_minutes(cells)}; '
         f"cells that several studies share count once. {contents.unmeasured}</p>"
     )
 

@@ -1,11 +1,11 @@
 """Where the numbers of a report come from: commands, versions, signatures, run folders."""
 
 from reluformer.report.gather import StudySection
-from reluformer.study.record import StudyRecord
+from reluformer.study.record import StudyRecord, device_minutes
 
 
 def facts(section: StudySection) -> list[tuple[str, str]]:
-    """Command, date, commit, versions, hardware and device minutes."""
+    """Command, date, commit, versions, hardware and time."""
     record = section.record
     packages = record.machine.get("packages", {})
     versions = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
@@ -18,7 +18,7 @@ def facts(section: StudySection) -> list[tuple[str, str]]:
         ("commit", record.commit or "unknown"),
         ("hardware", "; ".join(record.machine.get("devices", []))),
         ("versions", f"Python {record.machine.get('python', '?')}, {versions}"),
-        ("device minutes", f"{record.device_minutes:.1f}"),
+        ("time", device_minutes(record.outcomes)),
         (
             "cells",
             f"{len(record.outcomes)} of {len(record.planned)} ended"

@@ -1,7 +1,7 @@
 """The record of a study: everything that reports and coverage read, as one JSON file."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,6 @@ class StudyRecord:
     tables: list[Table] = field(default_factory=list)
     """Tables as printed, with means and deviations over seeds."""
 
-    @property
-    def device_minutes(self) -> float:
-        """Minutes of the device that the cells took."""
-        return sum(outcome.device_seconds for outcome in self.outcomes) / 60
-
     def with_origin(self, earlier: "StudyRecord") -> "StudyRecord":
         """This record with the command, date and commit of an earlier one of the same cells."""
         if [o.name for o in self.outcomes] != [o.name for o in earlier.outcomes]:
@@ -70,6 +65,15 @@ class StudyRecord:
             return build(cls, parse_json(text, path))
         except UserError as error:
             raise UserError(f"{path} is no record of a study: {error}") from None
+
+
+def device_minutes(outcomes: Iterable[Outcome]) -> str:
+    """Minutes of the device that cells took, and how many cells have no time, in words."""
+    # Cells whose start has diverged did not run and have no detail.
+    seconds = [o.device_seconds for o in outcomes if o.finished or o.detail]
+    text = f"{sum(seconds) / 60:.1f} device minutes"
+    unknown = seconds.count(0)
+    return f"{text} (cells without a recorded time: {unknown})" if unknown else text
 
 
 def machine_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -111,3 +111,12 @@ def test_studies_that_have_not_begun_are_named(tmp_path: Path) -> None:
     missing = "Studies without results here: ffn, slots"
     for text in (html_report(gather([tmp_path])), markdown_report(gather([tmp_path]))):
         assert missing in text
+
+
+def test_cells_without_a_time_are_not_counted_as_free(tmp_path: Path) -> None:
+    cells = [Outcome(f"mine.{at}", {}, "finished", {}, device_seconds=90.0 * at) for at in range(3)]
+    cells.append(Outcome("mine.child", {}, "diverged", {}, reason="its start mine.0 diverged"))
+    record(tmp_path, outcomes=cells)
+    contents = gather([tmp_path])
+    words = "4.5 device minutes (cells without a recorded time: 1)"
+    assert words in markdown_report(contents) and html_report(contents).count(words) == 2

@@ -301,6 +301,10 @@ def test_tasks_that_were_not_measured_have_no_number() -> None:
     ]
     number = "softmax 0.90, relu –, rela 0.90, softmax1 –"
     assert decided("family", *known)[1] == ("not measured", number)
+    part = cell({"attention": "relu", "seed": 1}, copy=1.0)
+    assert decided("family", *known, part)[0][1].startswith("copy 1.00/0.90, reverse –/0.90")
+    (table, _) = STUDIES["theory"].conclude(Results([])).tables
+    assert table.rows[0][3:] == ["–", "not measured"]
 
 
 def test_intervals_name_their_seeds() -> None:

@@ -48,7 +48,10 @@ def _conclude(results: Results) -> Findings:
         combine(
             "ReLU attention learns every task that softmax learns",
             known,
-            ", ".join(f"{t} {a:.2f}/{b:.2f}" for t, a, b in zip(TASKS, relu, softmax, strict=True)),
+            ", ".join(
+                f"{task} {show_number(a, '.2f')}/{show_number(b, '.2f')}"
+                for task, a, b in zip(TASKS, relu, softmax, strict=True)
+            ),
             "holds if its score is at most 0.02 below softmax's on each task (ReLU/softmax shown)",
         ),
         combine(

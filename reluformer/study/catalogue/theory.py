@@ -36,7 +36,7 @@ def _conclude(results: Results) -> Findings:
         state = combine("", agreed, "", "").state
         rows.append(
             [quantity.name, quantity.formula, "every n" if quantity.exact else "n ≥ 1024",
-             f"{100 * worst:.2f} %", state]
+             "–" if math.isnan(worst) else f"{100 * worst:.2f} %", state]
         )  # fmt: skip
         verdicts.append(state)
     claim = "Output variances, row sums and entropies follow the closed forms"
