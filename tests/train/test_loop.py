@@ -54,6 +54,17 @@ def test_an_interrupted_run_resumes_exactly(
     assert [start["step"] for start in starts] == [0, 0, 3, 6]
 
 
+def test_a_checkpoint_without_its_moving_average_is_refused(
+    tmp_path: Path, interrupted: Any
+) -> None:
+    interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(ema=0.9), tmp_path, quiet=True)
+    (checkpoint.folder_of(tmp_path, 4) / "ema.safetensors").unlink()
+    with pytest.raises(UserError, match=r"ema.safetensors is missing; delete the folder"):
+        train(tiny(ema=0.9), tmp_path, quiet=True)
+
+
 def test_after_deleting_a_damaged_checkpoint_a_run_resumes_from_the_previous_one(
     tmp_path: Path, interrupted: Any
 ) -> None:
