@@ -148,17 +148,17 @@ def test_a_finished_run_is_not_changed(
 
 
 def test_torch_settings_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def looking(recipe: Any) -> Any:
-        seen.append(torch.get_num_threads())
+        seen.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "load_data", looking)
     torch.use_deterministic_algorithms(False)
     with pytest.raises(KeyboardInterrupt):
         train(tiny(threads=2, deterministic=True), tmp_path, quiet=True)
-    assert seen == [2] and torch.get_num_threads() == 1
+    assert seen == [(2, True)] and torch.get_num_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
 
 
