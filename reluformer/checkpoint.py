@@ -109,10 +109,10 @@ def save(run: Path, state: RunState, tensors: Mapping[str, Tensors]) -> Path:
     return folder
 
 
-def load(run: Path, step: int) -> Checkpoint:
-    """Read the checkpoint after `step`."""
+def load(run: Path, step: int, *required: str) -> Checkpoint:
+    """Read the checkpoint after `step`; `required` are kinds of tensors that it must have."""
     folder = folder_of(run, step)
-    kinds = {"model", "optimizer"} | {path.stem for path in folder.glob("*.safetensors")}
+    kinds = {"model", "optimizer", *required} | {path.stem for path in folder.glob("*.safetensors")}
     tensors = {kind: read_tensors(folder / f"{kind}.safetensors") for kind in sorted(kinds)}
     return Checkpoint(_load_state(folder), tensors)
 

@@ -79,6 +79,7 @@ class BatchPlan:
     Batch i is `order[bounds[i, 0] : bounds[i, 1]]`, examples of the bucket `buckets[i]`.
     """
 
+    epoch: int
     order: Int64s
     bounds: Int64s
     buckets: Int64s
@@ -153,7 +154,7 @@ class Batches:
         starts = np.concatenate(first)
         bounds = np.stack([starts, np.minimum(starts + self.rows[buckets], ends[buckets])], axis=1)
         shuffle = np.argsort(bits.random_raw(len(starts)), kind="stable")
-        return BatchPlan(order, bounds[shuffle], buckets[shuffle])
+        return BatchPlan(epoch, order, bounds[shuffle], buckets[shuffle])
 
     def epoch(
         self, epoch: int, first: int = 0, *, rank: int = 0, world: int = 1
@@ -161,8 +162,7 @@ class Batches:
         """Yield the batches of one epoch from index `first`, as rank `rank` of `world`."""
         plan = self.plan(epoch)
         for index in range(first, len(plan)):
-            position = (epoch, index + 1) if index + 1 < len(plan) else (epoch + 1, 0)
-            yield self._collate(plan, index, position, rank, world)
+            yield self.batch(plan, index, rank=rank, world=world)
 
     def endless(
         self, position: Position = (0, 0), *, rank: int = 0, world: int = 1
@@ -173,9 +173,8 @@ class Batches:
             yield from self.epoch(epoch, first, rank=rank, world=world)
             first = 0
 
-    def _collate(
-        self, plan: BatchPlan, index: int, position: Position, rank: int, world: int
-    ) -> Batch:
+    def batch(self, plan: BatchPlan, index: int, *, rank: int = 0, world: int = 1) -> Batch:
+        """Batch `index` of a plan of this object, as rank `rank` of `world`."""
         members = plan[index]
         # Shapes come from the global batch, so that they are equal on all ranks.
         if self.fixed_shapes:
@@ -203,7 +202,7 @@ class Batches:
             torch.from_numpy(target_lengths),
             examples=local,
             target_tokens=int(self.target_lengths[members].sum()),
-            position=position,
+            position=(plan.epoch, index + 1) if index + 1 < len(plan) else (plan.epoch + 1, 0),
         )
 
 

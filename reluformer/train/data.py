@@ -107,7 +107,7 @@ def calibration_batches(recipe: Recipe, data: TrainingData) -> list[Batch]:
     count = min(recipe.train.calibration_batches, len(used))
     chosen = used[np.linspace(0, len(used) - 1, count).round().astype(int)]
     indices = [int(np.flatnonzero(plan.buckets == bucket)[0]) for bucket in chosen]
-    return [next(small.epoch(0, index)) for index in indices]
+    return [small.batch(plan, index) for index in indices]
 
 
 def _generate(config: DataConfig) -> tuple[Tokenizer, dict[str, Corpus]]:

@@ -124,7 +124,8 @@ def initialise(
         return InitialState(TrainerState(model, recipe.train, group), RunState(), attention)
     folder = checkpoint.folder_of(run, step)
     try:
-        loaded = checkpoint.load(run, step)
+        required = () if recipe.train.ema is None else ("ema",)
+        loaded = checkpoint.load(run, step, *required)
     except UserError as error:
         raise UserError(
             f"{error}; delete the folder {folder} to resume from the previous checkpoint"

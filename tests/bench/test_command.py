@@ -44,6 +44,7 @@ def test_a_quick_run_writes_json_a_table_and_a_figure(tmp_path: Path) -> None:
             assert row["peak_mib"] > 0
     assert found["command"].startswith("reluformer") and found["seconds"] > 0
     assert "| relu cpu" in done.stdout and "SDPA-cuDNN" in done.stdout
+    assert "GFLOP/s" in done.stdout and "TFLOP/s" not in done.stdout
     assert "</svg>" in picture.read_text(encoding="utf-8")
     again = run("bench", "--from", out)
     assert again.stdout == done.stdout

@@ -46,6 +46,14 @@ def test_rounds_continue_until_the_time_is_spent() -> None:
         Clock("cpu").rounds(calls, 3, 0.0, left=-1.0)
 
 
+def test_the_first_call_which_may_compile_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    clock = Clock("cpu")
+    monkeypatch.setattr(clock, "once", lambda call, repeat, pause: 1.0)
+    clock.rounds({"a": lambda: called.append("a")}, 3, 0.0)
+    assert called == ["a"]
+
+
 def test_a_call_far_slower_than_the_fastest_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     durations = {"fast": 100.0, "slow": 900.0, "too slow": 1100.0}
     clock = Clock("cpu")

@@ -48,6 +48,9 @@ def test_disk_and_memory_hold_equal_arrays(
     for index, (source, target) in enumerate(pairs):
         assert tokenizer.decode(corpus.source.sentence(index)) == source
         assert tokenizer.decode(corpus.target.sentence(index)) == target
+    manifest = json.loads((tmp_path / "c" / MANIFEST).read_text())
+    ids = [sum(map(len, tokenizer.encode_batch(side))) for side in zip(*pairs, strict=True)]
+    assert [manifest["source_tokens"], manifest["target_tokens"]] == ids
     assert (corpus.vocab_size, corpus.tokenizer_sha256) == (1000, tokenizer.sha256)
 
 

@@ -22,6 +22,7 @@ from reluformer.train import train
 from reluformer.train.data import load_data
 from reluformer.train.initialise import (
     _check_same_rule,
+    autocast,
     initialise,
     load_start_weights,
     torch_settings,
@@ -207,6 +208,14 @@ def _check(there: dict[str, Any], here: dict[str, Any], message: str | None) -> 
     refused = nullcontext() if message is None else pytest.raises(UserError, match=message)
     with refused:
         _check_same_rule(found, model, "run")
+
+
+@pytest.mark.parametrize("precision", [None, "float32", "bfloat16"])
+def test_products_have_the_precision_of_the_recipe(precision: str | None) -> None:
+    ones = torch.ones(2, 2)
+    with autocast(tiny(precision=precision).train, torch.device("cpu"))():
+        product = ones @ ones
+    assert product.dtype == getattr(torch, precision or "float32")
 
 
 def test_a_gpu_gets_the_faster_gradients_of_layer_norms_unless_told_otherwise(

@@ -54,6 +54,17 @@ def test_an_interrupted_run_resumes_exactly(
     assert [start["step"] for start in starts] == [0, 0, 3, 6]
 
 
+def test_a_checkpoint_without_its_moving_average_is_refused(
+    tmp_path: Path, interrupted: Any
+) -> None:
+    interrupted(5)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(ema=0.9), tmp_path, quiet=True)
+    (checkpoint.folder_of(tmp_path, 4) / "ema.safetensors").unlink()
+    with pytest.raises(UserError, match=r"ema.safetensors is missing; delete the folder"):
+        train(tiny(ema=0.9), tmp_path, quiet=True)
+
+
 def test_after_deleting_a_damaged_checkpoint_a_run_resumes_from_the_previous_one(
     tmp_path: Path, interrupted: Any
 ) -> None:
@@ -137,17 +148,17 @@ def test_a_finished_run_is_not_changed(
 
 
 def test_torch_settings_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def looking(recipe: Any) -> Any:
-        seen.append(torch.get_num_threads())
+        seen.append((torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "load_data", looking)
     torch.use_deterministic_algorithms(False)
     with pytest.raises(KeyboardInterrupt):
         train(tiny(threads=2, deterministic=True), tmp_path, quiet=True)
-    assert seen == [2] and torch.get_num_threads() == 1
+    assert seen == [(2, True)] and torch.get_num_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
 
 

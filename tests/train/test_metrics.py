@@ -70,10 +70,11 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_statistics_are_means_over_real_rows() -> None:
-    weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [9.0, 9.0, 9.0, 9.0]])
-    visible = torch.tensor([[True] * 4, [True, True, False, False], [True] * 4])
-    stats = summarise(weights.view(1, 1, 3, 4), visible)
-    valid = torch.tensor([True, True, False]).view(1, 1, 3)
+    # The third row is padding, and the last one sees no key.
+    weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0] * 4, [9.0] * 4, [0.0] * 4])
+    visible = torch.tensor([[True] * 4, [True, True, False, False], [True] * 4, [False] * 4])
+    stats = summarise(weights.view(1, 1, 4, 4), visible)
+    valid = torch.tensor([True, True, False, True]).view(1, 1, 4)
     records = [AttentionRecord("cross", layer, stats, valid, None) for layer in range(2)]
     found = attention_statistics(records, ALONE)["cross"]
     assert found.row_sum == pytest.approx(0.5)

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from reluformer.data.packing import ExampleSpans
+from reluformer.data.tokenizer import SEP
 from reluformer.model import ReLUFormer
 from reluformer.model.losses import translation_loss
 from reluformer.processes import Processes
@@ -67,6 +70,24 @@ def test_bleu_compares_each_translation_with_its_reference(
     assert seen == [4, 4, 2] and bleu == pytest.approx(100)
     # An untrained model has no matches.
     assert validation.dev_bleu(model, data.tokenizer, the_split(data), examples=5) < 20
+
+
+@pytest.mark.parametrize(("spans", "banned"), [([[0, 1], [1, 2]], (SEP,)), ([[0, 2], [2, 3]], ())])
+def test_only_translations_of_single_sentences_must_be_one_sentence(
+    data: TrainingData, monkeypatch: pytest.MonkeyPatch, spans: list[list[int]], banned: tuple[int]
+) -> None:
+    found = []
+
+    def search(model: Any, sources: Sequence[list[int]], *rest: Any, banned: Any) -> Any:
+        found.append((rest[0].beam, banned))
+        return [Hypothesis([5], 0.0, 0.0, True) for _ in sources]
+
+    monkeypatch.setattr(validation, "search", search)
+    none = np.empty(0, dtype=np.int64)
+    split = Split(the_split(data).corpus, ExampleSpans(np.array(spans), none, none))
+    model = ReLUFormer(tiny().model_with(data.tokenizer.vocab_size))
+    validation.dev_bleu(model, data.tokenizer, split, examples=2)
+    assert found == [(1, banned)]
 
 
 def test_attention_is_measured_at_every_site_without_side_effects(data: TrainingData) -> None:
