@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import backward_launches
@@ -26,7 +25,7 @@ from reluformer.ops.backends.triton.launch import (
 )
 from reluformer.ops.backends.triton.layout import row_values, zeroed
 from reluformer.ops.backends.triton.portable.device import BLOCK
-from reluformer.ops.backends.triton.problem import Problem
+from reluformer.ops.backends.triton.problem import Problem, cdiv
 from reluformer.ops.backends.triton.run_packed import empty_packed_heads
 
 
@@ -125,7 +124,7 @@ def _parts(batches: int, heads: int, fit: int) -> Iterator[tuple[slice, slice]]:
 
 def _even(total: int, limit: int) -> int:
     """Size of equal parts of `total`, at most `limit` each; the last part may be smaller."""
-    return int(triton.cdiv(total, triton.cdiv(total, limit)))
+    return cdiv(total, cdiv(total, limit))
 
 
 def _run(
@@ -235,5 +234,5 @@ def run_dq(
 
 def terms_size(problem: Problem, level: int) -> tuple[int, int, int]:
     """[sequences * H, level, rows padded to whole blocks]."""
-    blocks = triton.cdiv(problem.settings.max_q, BLOCK.value)
+    blocks = cdiv(problem.settings.max_q, BLOCK.value)
     return problem.sequences * problem.q.shape[1], level, blocks * BLOCK.value

@@ -6,7 +6,6 @@ Lengths only choose the grid: while a cache grows, nothing is compiled or prepar
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan, tuning
@@ -21,7 +20,7 @@ from reluformer.ops.backends.triton.launch import (
 from reluformer.ops.backends.triton.layout import empty_heads, row_values, zeroed
 from reluformer.ops.backends.triton.portable.arguments import Strides
 from reluformer.ops.backends.triton.portable.decode import combine_kernel, decode_kernel
-from reluformer.ops.backends.triton.problem import Problem, head_strides, pad
+from reluformer.ops.backends.triton.problem import Problem, cdiv, head_strides, pad
 
 MAX_QUERIES = 16
 """More queries than this fill the tiles of the forward kernel."""
@@ -140,10 +139,10 @@ def _split(problem: Problem, tile: tuning.Tile, *, is_paged: bool) -> Split:
     q, k = problem.q, problem.k
     rows = problem.group * q.shape[2]
     row_tile = min(max(pad(rows), tile.queries), _MAX_ROWS[q.element_size()])
-    row_tiles = triton.cdiv(rows, row_tile)
+    row_tiles = cdiv(rows, row_tile)
     unit = max(tile.keys, k.shape[2]) if is_paged else tile.keys
     wanted = tile.programs * processors(q.device) // (row_tiles * q.shape[0] * k.shape[1])
-    most = triton.cdiv(problem.settings.max_k, unit) // 2
+    most = cdiv(problem.settings.max_k, unit) // 2
     return Split(row_tile, unit, row_tiles, max(1, min(wanted, most)))
 
 
