@@ -23,7 +23,7 @@ from reluformer.ops.backends.triton.launch import (
     on_other_device,
     signature,
 )
-from reluformer.ops.backends.triton.layout import row_values, zeroed
+from reluformer.ops.backends.triton.layout import empty_heads, row_values, zeroed
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.problem import Problem, cdiv
 from reluformer.ops.backends.triton.run_packed import empty_packed_heads
@@ -165,8 +165,8 @@ def new_scratch(
     """New temporary tensors for these launches, with `stored`."""
     scaled = terms = None
     if launches.scales_grad:
-        grad_out = grads.grad_out
-        scaled = empty_packed_heads(grad_out, grad_out.shape[-1], problem.optional.cu_q)
+        # Rows that belong to no packed sequence are neither written nor read.
+        scaled = empty_heads(grads.grad_out, grads.grad_out.shape[-1])
     if launches.has_terms:
         terms = problem.q.new_empty(terms_size(problem, grads.level), dtype=torch.float32)
     return Scratch(scaled, terms, stored)
