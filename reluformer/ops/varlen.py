@@ -16,6 +16,7 @@ from reluformer.ops.call import AttentionResult, Call, Packing
 from reluformer.ops.checks import INTS, MOST_KEYS, check_attention
 from reluformer.ops.family.table import ATTENTIONS
 from reluformer.ops.gate import check_call, follow_autocast, resolve_call
+from reluformer.ops.rule import Rectified
 from reluformer.ops.stats import RowSums, SumsLevel, row_sums
 from reluformer.ops.visibility import Visibility
 
@@ -119,17 +120,14 @@ def relu_attention_varlen(  # type: ignore[misc]  # the overloads abridge the ke
     call, options = resolve_call(call, options)
     if check or (q.device.type == "cpu" and is_untraced(packing.cu_q)):
         _check_boundaries(call)
-    if _use_triton(call, options, impl):
-        result = _packed(call, options)
-    else:
-        result = _loop(call, options, impl)
+    rule = ATTENTIONS["relu"].rectified(options)
+    assert rule is not None
+    result = _packed(call, rule) if _use_triton(call, rule, impl) else _loop(call, options, impl)
     return result.output if return_sums is None else result
 
 
-def _packed(call: Call, options: Mapping[str, Any]) -> AttentionResult:
+def _packed(call: Call, rule: Rectified) -> AttentionResult:
     """One kernel over all sequences."""
-    rule = ATTENTIONS["relu"].rectified(options)
-    assert rule is not None
     output, row_sum, log_sum = triton.attend(call, fused.per_head_rule(rule, call.q))
     sums = None
     if row_sum is not None:
@@ -191,14 +189,12 @@ def _visible(call: Call) -> Tensor:
     return (high - low).clamp(min=0).masked_fill(behind, 0)
 
 
-def _use_triton(call: Call, options: Mapping[str, Any], impl: str) -> bool:
+def _use_triton(call: Call, rule: Rectified, impl: str) -> bool:
     """Whether the packed kernel runs the call; a named backend is never replaced."""
     if impl not in ("triton", *_LOOPS):
         raise UserError(f"impl must be one of triton, {', '.join(_LOOPS)}, got {impl!r}")
     if impl != "triton" and not (impl == "auto" and call.q.is_cuda):
         return False
-    rule = ATTENTIONS["relu"].rectified(options)
-    assert rule is not None
     reason = registry.why_not(registry.BACKENDS["triton"], ATTENTIONS["relu"], call, rule)
     if impl == "triton" and reason is not None:
         raise UserError(f"impl='triton' cannot run this relu_attention_varlen: {reason}")

@@ -6,14 +6,13 @@ All kernels compute the same gradients; the choice affects speed and memory only
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan, tuning
 from reluformer.ops.backends.triton.hopper import launch_backward
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SIDE, SLACK, WIDEST, WORDS
-from reluformer.ops.backends.triton.problem import Problem, pad
+from reluformer.ops.backends.triton.problem import Problem, cdiv, pad
 
 # Signs are faster from this many queries and keys on, up to this width (measured with
 # `benchmarks/backward.py`; other widths were not measured), and may take this much memory.
@@ -68,8 +67,8 @@ def new_store(problem: Problem, choice: Choice) -> tuple[int, torch.dtype] | Non
 
 def sign_bytes(problem: Problem) -> int:
     """Bytes for the signs of one head, padded to whole tiles."""
-    rows = triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value
-    cols = triton.cdiv(problem.settings.max_k, WIDEST.value) * WIDEST.value
+    rows = cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value
+    cols = cdiv(problem.settings.max_k, WIDEST.value) * WIDEST.value
     return int(rows * cols // 8)
 
 

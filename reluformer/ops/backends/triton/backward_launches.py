@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan
@@ -18,7 +17,7 @@ from reluformer.ops.backends.triton.portable.backward_dq import dq_kernel
 from reluformer.ops.backends.triton.portable.backward_one_pass import one_pass_kernel
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.row_terms import row_terms_kernel, scale_rows_kernel
-from reluformer.ops.backends.triton.problem import Problem, head_strides, pad
+from reluformer.ops.backends.triton.problem import Problem, cdiv, head_strides, pad
 
 # Rows of a tile of the pass over output gradients.
 _SCALED_ROWS = 64
@@ -178,7 +177,7 @@ def _dkv_launch(
     )
     return Launch(
         dkv_kernel,
-        triton.cdiv(problem.settings.max_k, tile.keys) * problem.sequences * k.shape[1],
+        cdiv(problem.settings.max_k, tile.keys) * problem.sequences * k.shape[1],
         (strides, *plan.tile_arguments(problem), plan.numbers(problem)),
         {"CONFIG": config, "num_warps": tile.warps, "num_stages": tile.stages},
         tiled if tma else (),
@@ -212,7 +211,7 @@ def _dq_launch(
     )
     return Launch(
         dq_kernel,
-        triton.cdiv(problem.settings.max_q, tile.queries) * problem.sequences * q.shape[1],
+        cdiv(problem.settings.max_q, tile.queries) * problem.sequences * q.shape[1],
         (strides, *plan.tile_arguments(problem), plan.numbers(problem)),
         {"CONFIG": config, "num_warps": tile.warps, "num_stages": tile.stages},
         tiled if tma else (),
@@ -249,7 +248,7 @@ def _row_terms_launch(problem: Problem, level: int, *, is_scaled: bool) -> Launc
     config = _with_gradients(problem, plan.row_config(problem), level)._replace(
         POWER=problem.settings.power, GRAD_SCALED=is_scaled
     )
-    blocks = triton.cdiv(problem.settings.max_q, BLOCK.value)
+    blocks = cdiv(problem.settings.max_q, BLOCK.value)
     return Launch(
         row_terms_kernel,
         blocks * problem.sequences * problem.q.shape[1],
@@ -272,7 +271,7 @@ def _scale_rows_launch(
         SUM_GRADS=int(terms),
         GRAD_SCALED=scaled is not None,
     )
-    rows = triton.cdiv(problem.settings.max_q, _SCALED_ROWS)
+    rows = cdiv(problem.settings.max_q, _SCALED_ROWS)
     strides = (
         head_strides(grads.grad_out),
         (0, 0, 0) if scaled is None else head_strides(scaled),

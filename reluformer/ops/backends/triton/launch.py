@@ -31,34 +31,32 @@ T = TypeVar("T")
 
 
 class Memory(dict[Key, T]):
-    """Values by signature. `put` bounds their number and does not store the empty key."""
+    """Values by signature. `put` bounds their number."""
 
     def put(self, key: Key, value: T) -> T:
         """Store and return the value; a full memory is cleared."""
-        if key:
-            if len(self) >= _LIMIT:
-                self.clear()
-            self[key] = value
+        if len(self) >= _LIMIT:
+            self.clear()
+        self[key] = value
         return value
 
 
 def signature(numbers: Key, tensors: Sequence[Tensor | None]) -> Key:
     """Key of everything that a launch depends on: `numbers`, and all of the tensors but addresses.
 
-    Empty if an address is not a multiple of 16 bytes, because such a call needs other code.
+    Of an address it matters whether it is a multiple of 16 bytes: other calls need other code.
     """
     first = tensors[0]
     assert first is not None
     has_tf32 = first.dtype == torch.float32 and allows_tf32()
     key: list[Hashable] = [numbers, tuning.current(), has_tf32]
-    addresses = 0
     for tensor in tensors:
         if tensor is None:
             key.append(None)
         else:
-            addresses |= tensor.data_ptr()
-            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
-    return () if addresses & 15 else tuple(key)
+            is_aligned = not tensor.data_ptr() & 15
+            key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), is_aligned)
+    return tuple(key)
 
 
 class Launch:

@@ -130,7 +130,9 @@ class PreparedForward:
         return out, row_sum, log_sum
 
     def prepare_backward(self, key: Hashable, problem: Problem, grads: Gradients) -> None:
-        """Remember a backward pass that has run, unless it runs in parts."""
+        """Remember a backward pass that has run, unless it runs in parts or is not aligned."""
+        if not _are_aligned(*problem.tensors, *grads):
+            return
         needs_shift = isinstance(key, tuple) and bool(key[1])
         full_key = signature(*run_backward.key_parts(problem, grads, needs_shift))
         choice, launches = CHOICES.get(full_key), BACKWARD_LAUNCHES.get(full_key)
@@ -281,7 +283,12 @@ _apply: Callable[..., ForwardOutputs] = super(torch.autograd.Function, PreparedA
 
 
 def prepare(problem: Problem, statistics: int) -> PreparedForward | None:
-    """The prepared form of a dense call that has run; None if it was not a remembered launch."""
+    """The prepared form of a dense call that has run; None if it was not a remembered launch.
+
+    None for addresses that are not aligned, too: the prepared call is for those that are.
+    """
+    if not _are_aligned(*problem.tensors):
+        return None
     launch = LAUNCHES.get(signature(*run_forward.key_parts(problem, statistics)))
     return None if launch is None else PreparedForward(problem, statistics, launch)
 

@@ -140,6 +140,11 @@ def pad(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
+def cdiv(number: int, size: int) -> int:
+    """number / size, rounded up. `triton.cdiv` takes microseconds on the host."""
+    return -(-number // size)
+
+
 def head_strides(tensor: Tensor) -> HeadStrides:
     """Strides of batch, head and row of [B, H, T, D]."""
     b, h, t, _ = tensor.stride()

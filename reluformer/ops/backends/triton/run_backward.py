@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import backward_launches
@@ -24,9 +23,9 @@ from reluformer.ops.backends.triton.launch import (
     on_other_device,
     signature,
 )
-from reluformer.ops.backends.triton.layout import row_values, zeroed
+from reluformer.ops.backends.triton.layout import empty_heads, row_values, zeroed
 from reluformer.ops.backends.triton.portable.device import BLOCK
-from reluformer.ops.backends.triton.problem import Problem
+from reluformer.ops.backends.triton.problem import Problem, cdiv
 from reluformer.ops.backends.triton.run_packed import empty_packed_heads
 
 
@@ -125,7 +124,7 @@ def _parts(batches: int, heads: int, fit: int) -> Iterator[tuple[slice, slice]]:
 
 def _even(total: int, limit: int) -> int:
     """Size of equal parts of `total`, at most `limit` each; the last part may be smaller."""
-    return int(triton.cdiv(total, triton.cdiv(total, limit)))
+    return cdiv(total, cdiv(total, limit))
 
 
 def _run(
@@ -166,8 +165,8 @@ def new_scratch(
     """New temporary tensors for these launches, with `stored`."""
     scaled = terms = None
     if launches.scales_grad:
-        grad_out = grads.grad_out
-        scaled = empty_packed_heads(grad_out, grad_out.shape[-1], problem.optional.cu_q)
+        # Rows that belong to no packed sequence are neither written nor read.
+        scaled = empty_heads(grads.grad_out, grads.grad_out.shape[-1])
     if launches.has_terms:
         terms = problem.q.new_empty(terms_size(problem, grads.level), dtype=torch.float32)
     return Scratch(scaled, terms, stored)
@@ -235,5 +234,5 @@ def run_dq(
 
 def terms_size(problem: Problem, level: int) -> tuple[int, int, int]:
     """[sequences * H, level, rows padded to whole blocks]."""
-    blocks = triton.cdiv(problem.settings.max_q, BLOCK.value)
+    blocks = cdiv(problem.settings.max_q, BLOCK.value)
     return problem.sequences * problem.q.shape[1], level, blocks * BLOCK.value

@@ -6,7 +6,6 @@ Lengths only choose the grid: while a cache grows, nothing is compiled or prepar
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan, tuning
@@ -21,7 +20,7 @@ from reluformer.ops.backends.triton.launch import (
 from reluformer.ops.backends.triton.layout import empty_heads, row_values, zeroed
 from reluformer.ops.backends.triton.portable.arguments import Strides
 from reluformer.ops.backends.triton.portable.decode import combine_kernel, decode_kernel
-from reluformer.ops.backends.triton.problem import Problem, head_strides, pad
+from reluformer.ops.backends.triton.problem import Problem, cdiv, head_strides, pad
 
 MAX_QUERIES = 16
 """More queries than this fill the tiles of the forward kernel."""
@@ -140,10 +139,10 @@ def _split(problem: Problem, tile: tuning.Tile, *, is_paged: bool) -> Split:
     q, k = problem.q, problem.k
     rows = problem.group * q.shape[2]
     row_tile = min(max(pad(rows), tile.queries), _MAX_ROWS[q.element_size()])
-    row_tiles = triton.cdiv(rows, row_tile)
+    row_tiles = cdiv(rows, row_tile)
     unit = max(tile.keys, k.shape[2]) if is_paged else tile.keys
     wanted = tile.programs * processors(q.device) // (row_tiles * q.shape[0] * k.shape[1])
-    most = triton.cdiv(problem.settings.max_k, unit) // 2
+    most = cdiv(problem.settings.max_k, unit) // 2
     return Split(row_tile, unit, row_tiles, max(1, min(wanted, most)))
 
 
@@ -152,7 +151,7 @@ def _launches(
 ) -> tuple[SizedLaunch, SizedLaunch]:
     """The launches of both kernels, remembered for calls that differ only in their lengths."""
     key = _key(problem, table, tile, split, row_sums)
-    decode_key, combine_key = (key and (name, *key) for name in ("decode", "combine"))
+    decode_key, combine_key = (("decode", *key), ("combine", *key))
     decode_launch, combine_launch = SIZED_LAUNCHES.get(decode_key), SIZED_LAUNCHES.get(combine_key)
     if decode_launch is None or combine_launch is None:
         page = 0 if table is None else problem.k.shape[2]
@@ -182,15 +181,13 @@ def _launches(
 def _key(
     problem: Problem, table: Tensor | None, tile: tuning.Tile, split: Split, row_sums: bool
 ) -> Key:
-    """Everything that the launches depend on but lengths; empty if an address is not aligned."""
+    """Everything that the launches depend on but lengths."""
     k, v, mask = problem.k, problem.v, problem.optional.mask
-    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in (k, v, mask)):
-        return ()
     numbers = (
         tile, split.rows, row_sums, problem.settings._replace(max_q=0, max_k=0), k.shape[1],
         k.stride(), v.stride(), v.shape[-1], k.get_device(), v.get_device(),
-        None if table is None else k.shape[2],
+        k.data_ptr() % 16 > 0, v.data_ptr() % 16 > 0, None if table is None else k.shape[2],
         # The other strides of a mask change with the lengths.
-        None if mask is None else problem.mask_strides()[3],
+        None if mask is None else (problem.mask_strides()[3], mask.data_ptr() % 16 > 0),
     )  # fmt: skip
     return signature(numbers, (problem.q, *problem.optional[:3], table))

@@ -1,7 +1,6 @@
 """Host side of the forward pass: allocation and launch."""
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import plan, run_decode
@@ -17,7 +16,7 @@ from reluformer.ops.backends.triton.launch import (
 from reluformer.ops.backends.triton.layout import row_values, zeroed
 from reluformer.ops.backends.triton.portable.arguments import Strides
 from reluformer.ops.backends.triton.portable.forward import forward_kernel
-from reluformer.ops.backends.triton.problem import Problem, head_strides
+from reluformer.ops.backends.triton.problem import Problem, cdiv, head_strides
 from reluformer.ops.backends.triton.run_packed import empty_packed_heads
 
 ForwardResult = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -93,7 +92,7 @@ def _portable_launch(problem: Problem, statistics: int, out: Tensor) -> Launch:
     )
     return Launch(
         forward_kernel,
-        triton.cdiv(problem.settings.max_q, tile.queries) * problem.sequences * q.shape[1],
+        cdiv(problem.settings.max_q, tile.queries) * problem.sequences * q.shape[1],
         (strides, *plan.tile_arguments(problem), plan.numbers(problem)),
         {"CONFIG": config, "num_warps": tile.warps, "num_stages": tile.stages},
         tiled if tma else (),

@@ -3,14 +3,13 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton.launch import SIZED_LAUNCHES, SizedLaunch, signature
 from reluformer.ops.backends.triton.layout import empty_heads
 from reluformer.ops.backends.triton.portable.clear_unused_rows import clear_unused_rows_kernel
 from reluformer.ops.backends.triton.portable.packed_schedule import FIELDS, schedule_kernel
-from reluformer.ops.backends.triton.problem import pad
+from reluformer.ops.backends.triton.problem import cdiv, pad
 
 MAX_SEQUENCES = 8192
 """Largest number of sequences in a work list."""
@@ -35,7 +34,7 @@ def work_list_size(
 ) -> WorkListSize:
     """Size of the work list for `tokens` queries in tiles of `rows` rows, or in pairs of tiles."""
     rows = 2 * rows if paired else rows
-    longest = triton.cdiv(max_q, rows)
+    longest = cdiv(max_q, rows)
     return WorkListSize(longest, min(sequences * longest, tokens // rows + sequences))
 
 
@@ -73,5 +72,5 @@ def empty_packed_heads(like: Tensor, width: int, cu: Tensor | None) -> Tensor:
         launch = SIZED_LAUNCHES.put(key, SizedLaunch(clear_unused_rows_kernel, options))
     heads, tokens = out.shape[1:3]
     numbers = [cu.shape[0] - 1, tokens, heads, *out.stride()[1:3]]
-    launch(triton.cdiv(tokens, _ROWS), [out, cu, *numbers])
+    launch(cdiv(tokens, _ROWS), [out, cu, *numbers])
     return out

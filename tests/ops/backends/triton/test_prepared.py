@@ -137,6 +137,21 @@ def test_another_layout_of_an_input(
 
 
 @pytest.mark.parametrize("options", [{}, NORMALISED], ids=["plain", "normalised"])
+def test_misaligned_calls_are_planned_once(
+    options: dict[str, Any], general: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call() -> None:
+        compare([misaligned(tensor) for tensor in inputs()], options)
+
+    call()
+    monkeypatch.setattr(run_forward, "_portable_launch", None)
+    monkeypatch.setattr(run_backward.backward_launches, "prepare", None)
+    call()
+    # Only aligned calls are prepared.
+    assert general == ["forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("options", [{}, NORMALISED], ids=["plain", "normalised"])
 @pytest.mark.parametrize(
     "grad",
     [

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import tuning, versions
@@ -28,7 +27,7 @@ from reluformer.ops.backends.triton.hopper.launch_forward import (
 from reluformer.ops.backends.triton.launch import Launch, processors
 from reluformer.ops.backends.triton.portable.device import BLOCK
 from reluformer.ops.backends.triton.portable.sign_bits import SIDE, WIDEST
-from reluformer.ops.backends.triton.problem import Problem, Settings
+from reluformer.ops.backends.triton.problem import Problem, Settings, cdiv
 
 _SIDE = int(SIDE.value)
 # Number of queries and keys from which on the kernels were measured to be faster.
@@ -204,9 +203,9 @@ def gradient_blocks(problem: Problem) -> int:
     blocks = _head_blocks(problem)
     if _is_compact(problem):
         queries, keys = problem.settings.max_q, problem.settings.max_k
-        key_blocks = triton.cdiv(keys, _SIDE)
+        key_blocks = cdiv(keys, _SIDE)
         # As `missing_blocks` of the stored gradients: 0, 1, 2, ... of the key blocks at the end.
-        last = key_blocks - triton.cdiv(max(keys - queries, 0), _SIDE)
+        last = key_blocks - cdiv(max(keys - queries, 0), _SIDE)
         blocks = key_blocks * (_padded_queries(problem) // _SIDE) - last * (last - 1) // 2
     return blocks
 
@@ -303,12 +302,12 @@ def _launch(
 
 def _padded_queries(problem: Problem) -> int:
     """Queries of a head, padded to whole blocks of the passes over rows."""
-    return int(triton.cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value)
+    return int(cdiv(problem.settings.max_q, BLOCK.value) * BLOCK.value)
 
 
 def _key_blocks(problem: Problem) -> int:
     """Blocks of 64 along the keys, padded to the widest tile."""
-    return int(triton.cdiv(problem.settings.max_k, WIDEST.value) * (WIDEST.value // _SIDE))
+    return int(cdiv(problem.settings.max_k, WIDEST.value) * (WIDEST.value // _SIDE))
 
 
 def _head_blocks(problem: Problem) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from reluformer.ops.backends.triton import tuning, versions
@@ -17,7 +16,7 @@ from reluformer.ops.backends.triton.hopper.arguments import (
 )
 from reluformer.ops.backends.triton.launch import Launch, processors
 from reluformer.ops.backends.triton.plan import is_interpreting
-from reluformer.ops.backends.triton.problem import Problem, Settings
+from reluformer.ops.backends.triton.problem import Problem, Settings, cdiv
 from reluformer.ops.backends.triton.run_packed import (
     MAX_SEQUENCES,
     WorkListSize,
@@ -207,14 +206,14 @@ def uses_threshold(problem: Problem) -> bool:
 
 def tiles_per_head(length: int, rows: int) -> int:
     """Number of tiles of `rows` rows in a sequence."""
-    return int(triton.cdiv(length, rows))
+    return cdiv(length, rows)
 
 
 def work_items(problem: Problem, heads: int, length: int, rows: int) -> int:
     """Number of tiles of all heads; with causality, of pairs of tiles."""
     tiles = tiles_per_head(length, rows)
-    per_head = triton.cdiv(tiles, 2) if problem.settings.causal else tiles
-    return int(problem.q.shape[0] * heads * per_head)
+    per_head = cdiv(tiles, 2) if problem.settings.causal else tiles
+    return problem.q.shape[0] * heads * per_head
 
 
 def _is_faster(problem: Problem, statistics: int) -> bool:
