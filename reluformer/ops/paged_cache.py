@@ -208,10 +208,10 @@ class PagedCache:
         """Keys and values of pages [B, N], [B, Hkv, N * page_size, D] and [.., Dv]."""
         keys, values = (
             # Faster than an index of two dimensions.
-            pool.index_select(0, pages.flatten()).unflatten(0, pages.shape).transpose(1, 2)
+            pool.index_select(0, pages.flatten()).view(*pages.shape, *pool.shape[1:])
             for pool in (self.keys, self.values)
         )
-        return keys.flatten(2, 3), values.flatten(2, 3)
+        return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
 
     def _reserve(self, wanted: list[int]) -> None:
         """Allocate pages for a total number of tokens of each sequence."""
