@@ -121,8 +121,9 @@ def check_sequence(name: str, value: object) -> None:
 
 def _size(tensor: object, dim: int) -> int | None:
     """Size of a dimension; None for other values than tensors and for missing dimensions."""
-    is_there = isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim()
-    return tensor.shape[dim] if is_there else None
+    if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    return tensor.shape[dim]
 
 
 def _kind(value: object) -> str:

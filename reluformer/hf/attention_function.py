@@ -177,7 +177,8 @@ def _resolve_mask(
     if mask.shape[-1] > keys:
         mask = mask[..., :keys]
     # In additive masks, large negative values hide keys, and others are a bias.
-    found = from_sdpa(mask, False, MaskSizes(*tensors[0].shape[:2], rows, keys))
+    batch, heads = tensors[0].shape[:2]
+    found = from_sdpa(mask, False, MaskSizes(batch, heads, rows, keys))
     if found.bias is not None:
         bias = found.bias if bias is None else bias + found.bias
     return _Masked(Visibility(found.mask, found.causal), bias, keys)

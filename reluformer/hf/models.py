@@ -203,7 +203,7 @@ class _Encoder:
 
 def _is_right_padded(mask: Tensor | None) -> bool:
     """Whether padding, if any, follows the tokens in every row of a mask [B, T]."""
-    return mask is None or bool((mask.diff(dim=-1) <= 0).all())
+    return mask is None or bool((mask.long().diff(dim=-1) <= 0).all())
 
 
 def _is_packed(position_ids: Tensor | None) -> bool:

@@ -73,6 +73,8 @@ def replace_attention(
     Raises:
         UserError: If no attention of the model can be replaced, or an option is not allowed.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     changed: dict[str, str] = {}
     unchanged: dict[str, str] = {}
     # Mistakes are found before the first change: an error leaves the model as it was.

@@ -240,8 +240,14 @@ def source_of(function: Callable[..., Any]) -> str | None:
 
 
 def count_calls(kind: type[nn.Module]) -> int | None:
-    """Number of calls of torch's attention in the source of `forward`; None without source."""
-    return _calls_in(kind.forward)
+    """Number of calls of torch's attention in the sources of `forward` and of its methods.
+
+    None if `forward` has no source.
+    """
+    calls = _calls_in(kind.forward)
+    if calls is None:
+        return None
+    return calls + sum(_calls_in(method) or 0 for method in _called_methods(kind))
 
 
 @cache
@@ -258,10 +264,15 @@ def _calls_in(function: Callable[..., Any]) -> int | None:
 
 def mentions_softmax(kind: type[nn.Module]) -> bool:
     """Whether the forward pass of a class, or a method that it calls, names softmax."""
-    forward = source_of(kind.forward) or ""
-    methods = (getattr(kind, name, None) for name in re.findall(r"self\.(\w+)\(", forward))
-    sources = [source_of(method) or "" for method in methods if inspect.isfunction(method)]
-    return any("softmax" in source for source in [forward, *sources])
+    functions = [kind.forward, *_called_methods(kind)]
+    return any("softmax" in (source_of(function) or "") for function in functions)
+
+
+def _called_methods(kind: type[nn.Module]) -> list[Callable[..., Any]]:
+    """Methods that the source of `forward` calls, one for each call."""
+    names = re.findall(r"self\.(\w+)\(", source_of(kind.forward) or "")
+    methods = (getattr(kind, name, None) for name in names)
+    return [method for method in methods if inspect.isfunction(method)]
 
 
 def _head_dim(module: nn.Module) -> int | None:

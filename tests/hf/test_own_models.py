@@ -49,6 +49,15 @@ def test_translation_model_agrees_with_ours(config: ModelConfig) -> None:
     assert maps.decoder_attentions[0].shape == (2, 4, 6, 6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_padding_masks_of_other_dtypes(config: ModelConfig, dtype: torch.dtype) -> None:
+    wrapped = ReLUFormerForConditionalGeneration.from_model(ReLUFormer(config)).eval()
+    given = {"input_ids": tokens(2, 7), "decoder_input_ids": tokens(2, 6, seed=1)}
+    mask = padding(left=False)
+    expected = wrapped(**given, attention_mask=mask).logits
+    torch.testing.assert_close(wrapped(**given, attention_mask=mask.to(dtype)).logits, expected)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_caches_generate_the_tokens_of_no_cache(config: ModelConfig, beams: int) -> None:
     wrapped = ReLUFormerForConditionalGeneration.from_model(ReLUFormer(config)).eval()

@@ -156,6 +156,26 @@ def test_own_modules_that_call_sdpa() -> None:
     torch.testing.assert_close(module(changed, causal=True)[:, :3], outputs[1][:, :3])
 
 
+def test_a_module_that_calls_sdpa_in_another_method() -> None:
+    class Mixer(SelfAttention):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.mix(*self.qkv(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4))
+
+        def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v)
+
+    class Twice(Mixer):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.mix(x, x, self.mix(x, x, x))
+
+    both = nn.ModuleList([Mixer(), Twice()])
+    x = torch.randn(2, 5, 12)
+    expected = both[0](x)
+    report = replace_attention(both, "softmax")
+    assert report.changed == {"0": "Mixer"} and "2 times and not once" in report.unchanged["1"]
+    torch.testing.assert_close(both[0](x), expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_join_the_batch(causal: bool) -> None:
     windows, whole = WindowAttention(), SelfAttention()
@@ -220,13 +240,14 @@ def test_a_module_that_stops_calling_sdpa_is_an_error() -> None:
     ("network", "arguments", "message"),
     [
         (nn.Linear(2, 2), {}, "model has no attention that can be replaced, got Linear$"),
+        (None, {}, "model must be a torch.nn.Module, got NoneType"),
         (OtherAttention(), {}, r"got OtherAttention \(it: OtherAttention is not known, and its"),
         (SelfAttention(), {"attention": "reul"}, "unknown attention 'reul'; known: "),
         (SelfAttention(), {"power": 3}, "power must be 1, 2, 4 or 8, got 3"),
         (SelfAttention(), {"attention": "gated"}, "'gated' needs a gate, which SelfAttention does"),
     ],
 )
-def test_mistakes_are_one_sentence(network: nn.Module, arguments: Any, message: str) -> None:
+def test_mistakes_are_one_sentence(network: Any, arguments: Any, message: str) -> None:
     kind = type(network)
     with pytest.raises(UserError, match=message):
         replace_attention(network, **arguments)

@@ -50,6 +50,24 @@ def test_pages_hold_what_was_appended(causal: bool, row_normalise: float | None)
     torch.testing.assert_close(found, one_by_one(q, parts, causal=causal, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_cpu_reads_the_pages_in_use(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = PagedCache(2, 2, 8, pages=9, page_size=16, dtype=dtype)
+    # Nothing reads what a page holds past the length of its sequence.
+    cache.keys.fill_(NAN)
+    cache.values.fill_(NAN)
+    keys, values = (each.to(dtype) for each in tokens([33, 2]))
+    cache.append(keys, values, [33, 2])
+    q = torch.randn(2, 4, rows, 8, dtype=dtype)
+    options: dict[str, Any] = {"threshold": -0.5, "row_normalise": 0.1}
+    wanted = decode_attention(q, cache, impl="reference", **options)
+    monkeypatch.setattr(cache, "dense", None)
+    torch.testing.assert_close(decode_attention(q, cache, **options), wanted)
+
+
 def test_a_sequence_without_keys_gives_zeros() -> None:
     cache = PagedCache(2, 1, 8, pages=2, page_size=16)
     keys, values = tokens([4, 0], kv_heads=1)

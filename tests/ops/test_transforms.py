@@ -171,8 +171,12 @@ def test_compilation_is_the_first_thing_in_a_process() -> None:
 def test_numbers_that_a_compiler_replaces_by_symbols() -> None:
     q, k, v = make(dtype=torch.float32)
     function = torch.compile(attention, fullgraph=True, backend="eager", dynamic=True)
-    wanted = attention("leaky_relu", q, k, v, negative_slope=0.3)
-    torch.testing.assert_close(function("leaky_relu", q, k, v, negative_slope=0.3), wanted)
+    for name, option in (
+        ("leaky_relu", {"negative_slope": 0.3}),
+        ("normalised_relu", {"power": 4}),
+    ):
+        wanted = attention(name, q, k, v, **option)
+        torch.testing.assert_close(function(name, q, k, v, **option), wanted)
 
 
 def test_softmax_on_a_gpu_is_one_graph() -> None:

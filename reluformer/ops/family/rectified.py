@@ -11,7 +11,7 @@ from torch import Tensor
 
 from reluformer.errors import UserError, quote
 from reluformer.ops.memory import Scores
-from reluformer.ops.rule import LEAST_EPSILON, Rectified, per_head
+from reluformer.ops.rule import LEAST_EPSILON, POWERS, Rectified, per_head
 
 
 def relu(
@@ -28,6 +28,10 @@ def relu(
     With `row_normalise`, a row is divided by its sum plus that number, which the paper does not do.
     """
     return Rectified(gamma, length_exponent, power, threshold, negative_slope, row_normalise)
+
+
+# Default gamma and threshold by power; a compiler cannot raise a symbol to itself.
+_STARTS = {power: (2.0 * power**power, -float(power)) for power in POWERS}
 
 
 def normalised_relu(
@@ -49,11 +53,15 @@ def normalised_relu(
         raise UserError(
             f"row_normalise must be a finite number of at least {LEAST_EPSILON}, got None"
         )
-    rule = Rectified(1.0, length_exponent, power, row_normalise=row_normalise)
-    return replace(
-        rule,
-        gamma=2.0 * power**power if gamma is None else gamma,
-        threshold=-float(power) if threshold is None else threshold,
+    # The rule refuses other powers.
+    is_known = type(power) is int and power in POWERS
+    first_gamma, first_threshold = _STARTS[power if is_known else 1]
+    return Rectified(
+        first_gamma if gamma is None else gamma,
+        length_exponent,
+        power,
+        first_threshold if threshold is None else threshold,
+        row_normalise=row_normalise,
     )
 
 
