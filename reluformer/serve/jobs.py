@@ -102,7 +102,8 @@ class Jobs:
     def close(self) -> None:
         """Refuse new jobs, cancel all others and wait for their threads."""
         self.is_closing = True
-        for job in self._jobs:
+        # A copy, because this is another thread than the one in which jobs end.
+        for job in list(self._jobs):
             job.cancelled.set()
         self._threads.shutdown(cancel_futures=True)
 
