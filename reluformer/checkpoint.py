@@ -25,7 +25,7 @@ from reluformer.config.schema import build
 from reluformer.data.tokenizer import Tokenizer
 from reluformer.errors import UserError
 from reluformer.files import PARTIAL, atomic_folder, remove_partials, write_json
-from reluformer.model import ReLUFormer
+from reluformer.model import ModelConfig, ReLUFormer
 from reluformer.model.pretrained import CONFIG, StoredModel, model_of, read_model, read_pretrained
 from reluformer.model.tensor_files import read_tensors, write_tensors
 from reluformer.reading import read_json
@@ -159,7 +159,8 @@ def load_run(folder: Path | str) -> LoadedRun:
     place = _locate(Path(folder))
     if place.weights is None:
         model = ReLUFormer.from_pretrained(place.folder)
-        return LoadedRun(model, *_tokenizer_and_recipe(place.folder), step=None)
+        tokenizer_and_recipe = _tokenizer_and_recipe(place.folder, model.config)
+        return LoadedRun(model, *tokenizer_and_recipe, step=None)
     tokenizer, recipe = _tokenizer_and_recipe(place.folder)
     model = model_of(ReLUFormer, recipe.model_with(tokenizer.vocab_size), place.weights)
     return LoadedRun(model.eval(), tokenizer, recipe, place.step)
@@ -170,7 +171,7 @@ def read_run(folder: Path | str) -> StoredRun:
     place = _locate(Path(folder))
     if place.weights is None:
         stored = read_pretrained(ReLUFormer, place.folder)
-        return StoredRun(stored, *_tokenizer_and_recipe(place.folder))
+        return StoredRun(stored, *_tokenizer_and_recipe(place.folder, stored.skeleton.config))
     tokenizer, recipe = _tokenizer_and_recipe(place.folder)
     config = recipe.model_with(tokenizer.vocab_size)
     return StoredRun(read_model(ReLUFormer, config, place.weights), tokenizer, recipe)
@@ -201,8 +202,17 @@ def _locate(folder: Path) -> _Place:
     return _Place(run, folder_of(run, step) / "model.safetensors", step)
 
 
-def _tokenizer_and_recipe(folder: Path) -> tuple[Tokenizer, Recipe]:
-    return Tokenizer.load(folder / TOKENIZER), load_stored_recipe(folder / RECIPE)
+def _tokenizer_and_recipe(
+    folder: Path, config: ModelConfig | None = None
+) -> tuple[Tokenizer, Recipe]:
+    """Tokenizer and recipe of a folder; the tokenizer must fit the model of `config`."""
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    if config is not None and tokenizer.vocab_size != config.vocabulary:
+        raise UserError(
+            f"{folder / TOKENIZER} has {tokenizer.vocab_size} ids, but the model beside it has "
+            f"{config.vocabulary}"
+        )
+    return tokenizer, load_stored_recipe(folder / RECIPE)
 
 
 def _load_state(folder: Path) -> RunState:

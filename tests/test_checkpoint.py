@@ -88,6 +88,10 @@ def test_a_run_loads_from_its_folder_model_or_checkpoint(tmp_path: Path) -> None
     final = write_model(tmp_path, recipe, tokenizer, distinct_tensors(models[2]))
     assert_loads(tmp_path, models[2], step=None)
     assert_loads(final, models[2], step=None)
+    Tokenizer.train(["hello world"] * 9, 280).save(final / "tokenizer.json")
+    for load in (load_run, checkpoint.read_run):
+        with pytest.raises(UserError, match=r"tokenizer.json has \d+ ids, but the model"):
+            load(final)
 
 
 def assert_loads(folder: Path, model: ReLUFormer, step: int | None) -> None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from reluformer.documents.formats import parse
 from reluformer.documents.passage import Passage, join_parts
 from reluformer.documents.projection import project
 from reluformer.documents.sentences import split_sentences
-from reluformer.translation.alignment import align_words, find_words, proportional_alignment
+from reluformer.translation.alignment import align_words, find_words
 from reluformer.translation.translator import Translator
 
 # Sentences that are translated before the next ones are started, if no limit is given.
@@ -42,13 +42,6 @@ class _Group(NamedTuple):
     context: int
     first: int
     end: int
-
-
-class Aligner(Protocol):
-    """Aligns words; see `align_words`."""
-
-    def __call__(self, source: str, target: str) -> list[int]:
-        """For each word of `target`, the index of a word of `source`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class Document:
             for sentence in split_sentences(passage.text, language)
         ]
         self._targets: list[str] = []
-        self._aligner: Aligner = proportional_alignment
+        self._translator: Translator | None = None
 
     def translate(
         self, translator: Translator, pace: Pace | None = None
@@ -103,7 +96,7 @@ class Document:
             pace: Sizes of groups; by default as much context as the model was trained with.
         """
         self._targets = []
-        self._aligner = lambda source, target: align_words(translator, source, target)
+        self._translator = translator
         for group in self._groups(translator, pace):
             lines = [sentence.text for sentence in self.sentences[group.context : group.end]]
             translated = translator.lines(lines, together=translator.documents)
@@ -127,7 +120,7 @@ class Document:
         ]
         targets = iter(translator.lines(lines, together=translator.documents))
         for document in documents:
-            document._aligner = lambda source, target: align_words(translator, source, target)
+            document._translator = translator
             document._targets = [next(targets).strip() for _ in document.sentences]
             next(targets)
 
@@ -142,12 +135,14 @@ class Document:
         texts = [""] * len(self.passages)
         alignments: list[list[int]] = [[] for _ in self.passages]
         words = [0] * len(self.passages)
-        for sentence, target in zip(self.sentences, self._targets, strict=True):
+        pairs = list(zip(self.sentences, self._targets, strict=True))
+        marked = [(s.text, target) for s, target in pairs if self.passages[s.passage].marks]
+        aligned = iter(align_words(self._translator, marked) if self._translator else [])
+        for sentence, target in pairs:
             texts[sentence.passage] += target + sentence.space
             if self.passages[sentence.passage].marks:
-                aligned = self._aligner(sentence.text, target)
                 start = words[sentence.passage]
-                alignments[sentence.passage] += [start + word for word in aligned]
+                alignments[sentence.passage] += [start + word for word in next(aligned)]
                 words[sentence.passage] += len(find_words(sentence.text))
         return join_parts(self.parts, list(map(project, self.passages, texts, alignments)))
 

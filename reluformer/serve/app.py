@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from reluformer.errors import UserError
 from reluformer.serve.guard import Guard
@@ -209,7 +208,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": reason}, status, headers)
 
 
-def build_app(service: Service, limits: Limits, hosts: list[str] | None = None) -> ASGIApp:
+def build_app(service: Service, limits: Limits, hosts: list[str] | None = None) -> Guard:
     """The ASGI application.
 
     Args:
@@ -231,4 +230,5 @@ def build_app(service: Service, limits: Limits, hosts: list[str] | None = None) 
         lifespan=lifespan,
         exception_handlers=dict.fromkeys((HTTPException, Refused, UserError), _refuse),
     )
-    return Guard(app, service.metrics, [route.path for route in routes], hosts)
+    paths = [route.path for route in routes]
+    return Guard(app, service.metrics, paths, hosts, application.jobs.cancel)

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +30,12 @@ class Guard:
     """Wraps the application."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, paths: Collection[str], hosts: Collection[str] | None
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        paths: Collection[str],
+        hosts: Collection[str] | None,
+        cancel: Callable[[], None],
     ) -> None:
         """Wrap `app`.
 
@@ -40,7 +45,9 @@ class Guard:
             paths: Paths of the application; others are counted together.
             hosts: Names that the Host header may have besides those of the loopback interface;
                 None allows any.
+            cancel: Cancels all work, so that its requests are answered.
         """
+        self.cancel = cancel
         self.app, self.metrics, self.paths = app, metrics, frozenset(paths)
         self.hosts = None if hosts is None else _LOOPBACK | {host.lower() for host in hosts}
 

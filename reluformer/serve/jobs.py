@@ -99,11 +99,16 @@ class Jobs:
             job.cancelled.set()
             future.cancel()
 
+    def cancel(self) -> None:
+        """Refuse new jobs and cancel all others."""
+        self.is_closing = True
+        # A copy, because `close` runs in another thread than the one in which jobs end.
+        for job in list(self._jobs):
+            job.cancelled.set()
+
     def close(self) -> None:
         """Refuse new jobs, cancel all others and wait for their threads."""
-        self.is_closing = True
-        for job in self._jobs:
-            job.cancelled.set()
+        self.cancel()
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Emit], None]) -> None:

@@ -1,13 +1,14 @@
 """Word alignment of a translation, read off the cross-attention."""
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from reluformer.translation.attention_maps import compute_maps
+from reluformer.translation.attention_maps import compute_cross_maps
+from reluformer.translation.cancellation import check_cancelled
 
 if TYPE_CHECKING:
     from reluformer.translation.translator import Translator
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"\w+|[^\w\s]")
 # Maps take memory that grows with the product of the lengths.
 _MOST_TOKENS = 512
+# Tokens of a batch, padding included: enough to read the weights of the model rarely.
+_BATCH_TOKENS = 1024
 
 
 def find_words(text: str) -> list[tuple[int, int]]:
@@ -28,32 +31,82 @@ def proportional_alignment(source: str, target: str) -> list[int]:
     return [(2 * index + 1) * words // (2 * count) for index in range(count)]
 
 
-def align_words(translator: "Translator", source: str, target: str) -> list[int]:
-    """For each word of a translation, the index of the source word that it reads most.
+class _Encoded(NamedTuple):
+    """A sentence and its translation as tokens."""
+
+    pair: int
+    """Index of the pair."""
+    ids: list[list[int]]
+    """Ids of both texts."""
+    places: list[list[tuple[int, int]]]
+    """First and last character of each token of both texts."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the longer text."""
+        return max(map(len, self.ids))
+
+
+def align_words(translator: "Translator", pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+    """For each word of each translation, the index of the source word that it reads most.
 
     The weights of all heads and layers are averaged while the model predicts the translation.
     Long sentences, and words that read nothing, are aligned by their relative position.
 
     Args:
         translator: The model.
-        source: A sentence.
-        target: Its translation.
+        pairs: Sentences with their translations.
     """
-    default = proportional_alignment(source, target)
     tokenizer, longest = translator.tokenizer, min(translator.max_length, _MOST_TOKENS)
-    source_ids, source_places = tokenizer.encode_with_places(source)
-    target_ids, target_places = tokenizer.encode_with_places(target)
-    if not default or max(len(source_ids), len(target_ids)) >= longest or not source_ids:
-        return default
-    with torch.inference_mode():
-        maps = compute_maps(translator.model, tokenizer, source_ids, target_ids)
+    aligned = [proportional_alignment(*pair) for pair in pairs]
+    encoded = []
+    for index, pair in enumerate(pairs):
+        ids, places = zip(*map(tokenizer.encode_with_places, pair), strict=True)
+        entry = _Encoded(index, [*ids], [*places])
+        if aligned[index] and ids[0] and entry.length < longest:
+            encoded.append(entry)
+    for batch in _batches(sorted(encoded, key=lambda entry: entry.length)):
+        check_cancelled()
+        with torch.inference_mode():
+            pairs_of_ids = [entry.ids for entry in batch]
+            maps = compute_cross_maps(translator.model, tokenizer, pairs_of_ids)
+        for entry, weights in zip(batch, maps, strict=True):
+            best = _most_read(weights, pairs[entry.pair], entry.places)
+            default = aligned[entry.pair]
+            aligned[entry.pair] = [
+                d if b is None else b for b, d in zip(best, default, strict=True)
+            ]
+    return aligned
+
+
+def _batches(encoded: Sequence[_Encoded]) -> Iterator[list[_Encoded]]:
+    """Batches of pairs that are sorted by their lengths."""
+    batch: list[_Encoded] = []
+    for entry in encoded:
+        if batch and (len(batch) + 1) * entry.length > _BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def _most_read(
+    maps: Tensor, pair: tuple[str, str], places: Sequence[Sequence[tuple[int, int]]]
+) -> list[int | None]:
+    """For each word of a translation, the source word that it reads most; None if it reads none.
+
+    Args:
+        maps: Weights of the cross-attentions, [layers, H, T, S].
+        pair: A sentence and its translation.
+        places: First and last character of each token of both texts.
+    """
     # Row t predicts token t + 1, so that the last row predicts the end. [T, S], end left out.
-    weights = maps.cross.float().abs().mean(dim=(0, 1))[:-1, :-1]
-    by_word = _sum_rows(weights, target_places, find_words(target))
-    by_word = _sum_rows(by_word.T, source_places, find_words(source)).T
-    best = by_word.argmax(dim=1).tolist()
-    has_read = (by_word.amax(dim=1) > 0).tolist()
-    return [b if read else d for b, read, d in zip(best, has_read, default, strict=True)]
+    weights = maps.float().abs().mean(dim=(0, 1))[:-1, :-1]
+    by_word = _sum_rows(weights, places[1], find_words(pair[1]))
+    by_word = _sum_rows(by_word.T, places[0], find_words(pair[0])).T
+    best, has_read = by_word.argmax(dim=1).tolist(), (by_word.amax(dim=1) > 0).tolist()
+    return [word if read else None for word, read in zip(best, has_read, strict=True)]
 
 
 def _sum_rows(

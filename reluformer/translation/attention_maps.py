@@ -1,14 +1,17 @@
-"""Attention maps of one translated text, with its tokens."""
+"""Attention maps of translated texts."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from reluformer.data.batches import pad_sources
 from reluformer.data.tokenizer import Tokenizer
-from reluformer.diagnostics import attention_maps
+from reluformer.diagnostics import attention_maps, evaluating
 from reluformer.model import ReLUFormer
+from reluformer.model.blocks import DecoderLayer
+from reluformer.model.records import ForwardOptions
 
 
 class AttentionMaps(NamedTuple):
@@ -50,6 +53,36 @@ def compute_maps(
         for site, count in keys.items()
     }
     return AttentionMaps(_texts(tokenizer, source), _texts(tokenizer, target), **sites)
+
+
+def compute_cross_maps(
+    model: ReLUFormer, tokenizer: Tokenizer, pairs: Sequence[Sequence[Sequence[int]]]
+) -> list[Tensor]:
+    """Weights [layers, H, T, S] of the cross-attentions for each pair of a batch.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        pairs: Source and target ids without start and end, as in `compute_maps`.
+    """
+    device = model.target_embedding.weight.device
+    source, source_lengths = pad_sources([source for source, _ in pairs])
+    target, target_lengths = pad_sources([(tokenizer.bos, *target) for _, target in pairs])
+    # Rows behind the last target token are not read: the end token is padding here.
+    target, target_lengths = target[:, :-1], target_lengths - 1
+    weights: list[Tensor] = []
+    with evaluating(model):
+        encoded = model.encode(source.to(device), source_lengths.to(device))
+        options = ForwardOptions(target_lengths.to(device), record="weights")
+        x = model.embed(target.to(device), model.target_embedding)
+        for layer in cast("list[DecoderLayer]", model.decoder):
+            output = layer(x, options, encoded.hidden, encoded.lengths)
+            x, report = output.x, output.cross_attention
+            assert report is not None and report.weights is not None
+            weights.append(report.weights.cpu())
+    lengths = zip(target_lengths.tolist(), source_lengths.tolist(), strict=True)
+    maps = torch.stack(weights, dim=1)
+    return [each[..., :rows, :columns] for each, (rows, columns) in zip(maps, lengths, strict=True)]
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -14,6 +14,7 @@ from reluformer.documents.sentences import split_sentences
 from reluformer.documents.translation import Document, Pace
 from reluformer.errors import UserError
 from reluformer.translation.alignment import align_words, find_words, proportional_alignment
+from reluformer.translation.attention_maps import compute_cross_maps, compute_maps
 from reluformer.translation.cancellation import Cancelled, cancellable
 from tests.serve.tiny import EchoTranslator, tiny_model
 
@@ -39,7 +40,7 @@ def test_a_document_is_translated_in_order_with_its_structure(
 ) -> None:
     monkeypatch.setattr(
         "reluformer.documents.translation.align_words",
-        lambda translator, source, target: list(range(len(find_words(target)))),
+        lambda translator, pairs: [list(range(len(find_words(target)))) for _, target in pairs],
     )
     translator = EchoTranslator.load(folder)
     document = Document(TEXT, "markdown")
@@ -81,33 +82,45 @@ def test_a_result_needs_all_sentences(folder: Path) -> None:
 
 def test_alignment_follows_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     translator = Translator.load(folder)
-    source, target = "the red cat sat", "eine Katze, rot"
 
-    def maps(model, tokenizer, source_ids, target_ids):
+    def maps(model, tokenizer, pairs):
         # Tokens read the source tokens in reverse order.
-        weights = torch.zeros(2, 2, len(target_ids) + 1, len(source_ids) + 1)
-        for row in range(len(target_ids)):
-            weights[:, :, row, -2 - row * len(source_ids) // len(target_ids)] = 1
-        return type("Maps", (), {"cross": weights})
+        for source, target in pairs:
+            weights = torch.zeros(2, 2, len(target) + 1, len(source) + 1)
+            for row in range(len(target)):
+                weights[:, :, row, -2 - row * len(source) // len(target)] = 1
+            yield weights
 
-    monkeypatch.setattr("reluformer.translation.alignment.compute_maps", maps)
-    assert align_words(translator, source, target) == sorted(
-        align_words(translator, source, target), reverse=True
-    )
+    monkeypatch.setattr("reluformer.translation.alignment.compute_cross_maps", maps)
+    (aligned,) = align_words(translator, [("the red cat sat", "eine Katze, rot")])
+    assert aligned[0] > aligned[-1] and aligned == sorted(aligned, reverse=True)
 
 
 def test_alignment_of_a_real_model_and_of_odd_texts(folder: Path) -> None:
     translator = Translator.load(folder)
-    for source, target in (
+    pairs = [
         ("the cat", "die Katze"),
         ("x", ""),
         ("é 😀 ß", "😀😀 x"),
         ("a " * 90, "b " * 9),
-    ):
-        alignment = align_words(translator, source, target)
+        ("the dog and the cat", "der Hund"),
+    ]
+    together = align_words(translator, pairs)
+    assert together == [align_words(translator, [pair])[0] for pair in pairs]
+    for (source, target), alignment in zip(pairs, together, strict=True):
         assert len(alignment) == len(find_words(target))
         assert all(0 <= word < len(find_words(source)) for word in alignment)
     assert proportional_alignment("a b c d", "x y") == [1, 3]
+    assert align_words(translator, []) == []
+
+
+def test_cross_maps_of_a_batch_are_those_of_each_text(folder: Path) -> None:
+    translator = Translator.load(folder)
+    pairs = [([5, 6, 7, 8], [9]), ([5], [9, 8, 7]), ([5, 9], [])]
+    batch = compute_cross_maps(translator.model, translator.tokenizer, pairs)
+    for (source, target), found in zip(pairs, batch, strict=True):
+        wanted = compute_maps(translator.model, translator.tokenizer, source, target).cross
+        torch.testing.assert_close(found, wanted)
 
 
 def test_a_cancelled_translation_stops(folder: Path) -> None:

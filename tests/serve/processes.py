@@ -23,6 +23,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, *map(str, arguments)],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -40,14 +41,17 @@ class Server:
         """Kill the process."""
         self.process.kill()
         self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 @contextmanager
-def upper_case_server(folder: Path, *, port: int = 0, delay: float = 0.0) -> Iterator[Server]:
+def upper_case_server(
+    folder: Path, *, port: int = 0, delay: float = 0.0, grace: float = 10
+) -> Iterator[Server]:
     """A server that translates into upper case, `delay` seconds for each sentence."""
-    server = Server("-m", "tests.serve.upper_case_server", folder, port, delay)
+    server = Server("-m", "tests.serve.upper_case_server", folder, port, delay, grace)
     try:
         yield server
     finally:

@@ -100,6 +100,21 @@ def test_a_termination_lets_requests_finish(folder: Path) -> None:
         server.process.wait(10)
 
 
+@pytest.mark.parametrize("path", ["/translate", "/stream"])
+def test_a_request_without_end_is_told_that_the_server_stops(folder: Path, path: str) -> None:
+    with upper_case_server(folder, delay=0.05, grace=0.5) as server:
+        connection = send(server, path, {"q": "One here. " * 150})
+        wait_until_metrics_have(server, 'reluformer_jobs{state="running"} 1')
+        server.process.send_signal(signal.SIGTERM)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+        assert b'"error": "the server is stopping"' in answer.replace(b'":"', b'": "')
+        assert server.process.wait(10) == -signal.SIGTERM
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()
+
+
 def test_a_port_in_use_is_one_sentence(server: Server, folder: Path) -> None:
     options = ["serve", "--model", str(folder), "--port", str(server.port)]
     done = CliRunner().invoke(app, options)
