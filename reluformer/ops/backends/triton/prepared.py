@@ -129,11 +129,12 @@ class PreparedForward:
         self.launch(q, k, v, out, row_sum, log_sum, None, optional)
         return out, row_sum, log_sum
 
-    def prepare_backward(self, key: Hashable, problem: Problem, grads: Gradients) -> None:
+    def prepare_backward(
+        self, key: Hashable, problem: Problem, grads: Gradients, needs_shift: bool
+    ) -> None:
         """Remember a backward pass that has run, unless it runs in parts or is not aligned."""
         if not _are_aligned(*problem.tensors, *grads):
             return
-        needs_shift = isinstance(key, tuple) and bool(key[1])
         full_key = signature(*run_backward.key_parts(problem, grads, needs_shift))
         choice, launches = CHOICES.get(full_key), BACKWARD_LAUNCHES.get(full_key)
         if choice is None or launches is None:
@@ -246,7 +247,6 @@ class PreparedAttention(torch.autograd.Function):
         saved = (out, row_sum, log_sum, None)
         needs = (needs_gamma, needs_shift)
         if grad_out is None or grad_out.stride(-1) != 1 or not is_untraced(grad_out):
-            grads = (grad_out, grad_sum, grad_log)
             return *operators.input_gradients(problem, saved, grads, needs), None, None
         if grad_sum is not None or grad_log is not None:
             grad_sum, grad_log = operators.row_gradients(grad_sum, grad_log)
@@ -265,7 +265,7 @@ class PreparedAttention(torch.autograd.Function):
         ):
             grads = (grad_out, grad_sum, grad_log)
             result = operators.input_gradients(problem, saved, grads, needs)
-            prepared.prepare_backward(key, problem, gradients)
+            prepared.prepare_backward(key, problem, gradients, needs_shift)
             return *result, None, None
         dq, dk, dv, row_dot, shift = backward.run(problem, gradients)
         d_gamma = d_threshold = None
