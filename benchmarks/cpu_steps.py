@@ -27,9 +27,10 @@ from reluformer.files import write_json
 from reluformer.info import commit, info
 from reluformer.model import ReLUFormer
 from reluformer.processes import Processes
-from reluformer.train.initialise import autocast, torch_settings
+from reluformer.train.initialise import autocast
 from reluformer.train.objective import Objective
 from reluformer.train.schedules import learning_rate
+from reluformer.train.torch_settings import torch_settings
 from reluformer.train.trainer_state import TrainerState
 
 CPU = torch.device("cpu")

@@ -1,9 +1,8 @@
 """Initial state of training: the newest checkpoint, a calibrated new model, or the weights of
 another run."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -22,7 +21,6 @@ from reluformer.ops.family.table import ATTENTIONS
 from reluformer.processes import Processes
 from reluformer.shipped import model_folder
 from reluformer.train.attention_stats import AttentionStats
-from reluformer.train.cpu_settings import cpu_settings
 from reluformer.train.data import TrainingData, calibration_batches
 from reluformer.train.objective import inputs
 from reluformer.train.trainer_state import TrainerState
@@ -134,34 +132,6 @@ def initialise(
     trainer = TrainerState(model, recipe.train, group)
     trainer.restore(loaded.tensors)
     return InitialState(trainer, loaded.state, {})
-
-
-@contextmanager
-def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Global settings of a run, restored on exit: threads, determinism, products, CPU memory.
-
-    On a GPU, float32 products are TF32. Environment variables stay set.
-    """
-    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    strict = torch.are_deterministic_algorithms_enabled()
-    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        # Compiled layer norms sum the gradients of their weights in a pass of their own, which was
-        # measured to be faster. The variable is read when something is first compiled.
-        os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    try:
-        with cpu_settings() if device.type == "cpu" else nullcontext():
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(matmul)
-        torch.use_deterministic_algorithms(strict, warn_only=lenient)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> Autocast:

@@ -29,7 +29,6 @@ from reluformer.train.initialise import (
     initialise,
     load_start_weights,
     newest_step,
-    torch_settings,
 )
 from reluformer.train.metrics import Metrics
 from reluformer.train.objective import Objective
@@ -37,6 +36,7 @@ from reluformer.train.progress import Plain, Reporter, reporter
 from reluformer.train.requirements import check as check_memory
 from reluformer.train.requirements import estimate
 from reluformer.train.schedules import learning_rate, step_seed
+from reluformer.train.torch_settings import torch_settings
 from reluformer.train.trainer_state import compiler_errors, should_compile, should_use_graphs
 from reluformer.train.validation import dev_bleu, dev_loss, measure_attention
 

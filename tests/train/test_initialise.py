@@ -1,6 +1,5 @@
 """Runs that start with the finished weights of another run."""
 
-import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -13,7 +12,6 @@ import torch
 from reluformer import checkpoint
 from reluformer.checkpoint import RunState
 from reluformer.config.recipe import first_difference
-from reluformer.config.train import TrainConfig
 from reluformer.errors import UserError
 from reluformer.model import ReLUFormer
 from reluformer.model.config import AttentionConfig, ModelConfig
@@ -25,7 +23,6 @@ from reluformer.train.initialise import (
     autocast,
     initialise,
     load_start_weights,
-    torch_settings,
 )
 from tests.train.test_loop import assert_same, metrics, weights
 from tests.train.tiny import tiny
@@ -216,17 +213,3 @@ def test_products_have_the_precision_of_the_recipe(precision: str | None) -> Non
     with autocast(tiny(precision=precision).train, torch.device("cpu"))():
         product = ones @ ones
     assert product.dtype == getattr(torch, precision or "float32")
-
-
-def test_a_gpu_gets_the_faster_gradients_of_layer_norms_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
-    monkeypatch.setenv(name, "1")
-    with torch_settings(TrainConfig(), torch.device("cuda")):
-        assert os.environ[name] == "1"
-    monkeypatch.delenv(name)
-    with torch_settings(TrainConfig(), torch.device("cpu")):
-        assert name not in os.environ
-    with torch_settings(TrainConfig(), torch.device("cuda")):
-        assert os.environ[name] == "0"
