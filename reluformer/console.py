@@ -355,10 +355,13 @@ def _columns_of_output() -> int:
 
 def _column_widths(columns: list[str], rows: list[list[str]], available: int) -> list[int]:
     """Widths of columns that are as narrow as `available` needs, and keep words whole."""
+    # Some characters take two columns of a terminal.
+    from rich.cells import cell_len
+
     # Rows may be shorter than the header.
     texts = list(zip_longest(columns, *rows, fillvalue=""))
-    widths = [max(map(len, cells)) for cells in texts]
-    longest_words = [max(map(len, " ".join(cells).split()), default=0) for cells in texts]
+    widths = [max(map(cell_len, cells)) for cells in texts]
+    longest_words = [max(map(cell_len, " ".join(cells).split()), default=0) for cells in texts]
     # The entries of the first column stay on one line.
     least = [widths[0], *longest_words[1:]]
     while sum(widths) + _COLUMN_GAP * len(widths) > available and widths != least:

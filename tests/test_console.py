@@ -194,7 +194,7 @@ def test_names_of_a_wide_table_stay_on_one_line(
 
 
 def test_cells_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["out[v2].de", "a[/b].de", "c:100:.de"]
+    names = ["out[v2].de", "a[/b].de", "c:100:.de", "日本語.de"]
     console.print_table("", ["score", *names], [["BLEU", *names]])
     header, _, row, *_ = capsys.readouterr().out.splitlines()
     assert header.split() == ["score", *names] and row.split() == ["BLEU", *names]
