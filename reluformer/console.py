@@ -284,7 +284,9 @@ class Progress:
         from rich.progress import Progress as Bar
 
         if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            # The description may name a file.
+            description = TextColumn("{task.description}", markup=False)
+            columns = (description, BarColumn(), MofNCompleteColumn())
             unit = TextColumn(self.unit)
             console = Console(stderr=True)
             self._bar = Bar(*columns, unit, TimeElapsedColumn(), console=console, transient=True)
@@ -315,7 +317,9 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
     available = _columns_of_output()
     widths = _column_widths(columns, rows, available)
-    console = Console(width=max(available, sum(widths) + _COLUMN_GAP * len(widths)))
+    total = max(available, sum(widths) + _COLUMN_GAP * len(widths))
+    # Cells may be names of files, in which brackets and colons mean nothing.
+    console = Console(width=total, markup=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
         table.add_column(column, justify="right" if index else "left", width=width)
@@ -351,10 +355,13 @@ def _columns_of_output() -> int:
 
 def _column_widths(columns: list[str], rows: list[list[str]], available: int) -> list[int]:
     """Widths of columns that are as narrow as `available` needs, and keep words whole."""
+    # Some characters take two columns of a terminal.
+    from rich.cells import cell_len
+
     # Rows may be shorter than the header.
     texts = list(zip_longest(columns, *rows, fillvalue=""))
-    widths = [max(map(len, cells)) for cells in texts]
-    longest_words = [max(map(len, " ".join(cells).split()), default=0) for cells in texts]
+    widths = [max(map(cell_len, cells)) for cells in texts]
+    longest_words = [max(map(cell_len, " ".join(cells).split()), default=0) for cells in texts]
     # The entries of the first column stay on one line.
     least = [widths[0], *longest_words[1:]]
     while sum(widths) + _COLUMN_GAP * len(widths) > available and widths != least:

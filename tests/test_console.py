@@ -53,9 +53,9 @@ def test_a_bar_on_a_terminal_is_removed(
     monkeypatch.setattr("sys.stderr", terminal)
     with console.progress("lines") as shown:
         clock[0] += 3
-        shown.update(5, 10, "working")
-        shown.update(10, 10, "working")
-    assert "working" in terminal.getvalue() and "10/10" in terminal.getvalue()
+        shown.update(5, 10, "reading a[/b]")
+        shown.update(10, 10, "reading a[/b]")
+    assert "reading a[/b]" in terminal.getvalue() and "10/10" in terminal.getvalue()
 
 
 TABLE = (
@@ -191,3 +191,10 @@ def test_names_of_a_wide_table_stay_on_one_line(
     assert all(len(line) <= 80 for line in lines)
     (line,) = [line for line in lines if "encoder 0.0" in line]
     assert all(value in line for value in row)
+
+
+def test_cells_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["out[v2].de", "a[/b].de", "c:100:.de", "日本語.de"]
+    console.print_table("", ["score", *names], [["BLEU", *names]])
+    header, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["score", *names] and row.split() == ["BLEU", *names]

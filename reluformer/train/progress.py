@@ -48,7 +48,7 @@ class Bar:
 
     def show(self, text: str) -> None:
         """Print the line above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False, emoji=False)
 
     def advance(self, step: int) -> None:
         """Move the bar."""

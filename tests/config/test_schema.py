@@ -1,5 +1,6 @@
 """Dataclasses from mappings, with strict checks."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reluformer.config.schema import build, override, to_dict
+from reluformer.config.schema import build, convert, convert_finite, override, to_dict
 from reluformer.errors import UserError
 
 
@@ -107,3 +108,13 @@ def test_any_mapping_builds_or_is_refused(values: dict[str, Any]) -> None:
         assert str(error)
     else:
         assert build(Outer, to_dict(settings)) == settings
+
+
+def test_numbers_must_be_finite_and_tuples_have_their_length() -> None:
+    assert convert_finite(float, 2, "x") == 2.0
+    for value in (math.nan, math.inf):
+        with pytest.raises(UserError, match="x must be a finite number, got"):
+            convert_finite(float, value, "x")
+    assert convert(tuple[int, int], [1, 2], "x") == (1, 2)
+    with pytest.raises(UserError, match="x must have 2 values, got 1"):
+        convert(tuple[int, int], [1], "x")

@@ -124,9 +124,9 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     with reporter(9) as shown:
-        shown.show("[not markup] step 1")
+        shown.show("[not markup] step 1 in a:100:b")
         shown.advance(4)
-    assert "[not markup] step 1" in screen.getvalue() and "4/9" in screen.getvalue()
+    assert "[not markup] step 1 in a:100:b" in screen.getvalue() and "4/9" in screen.getvalue()
     with reporter(9, enabled=False) as silent:
         silent.show("nothing")
         silent.advance(1)
