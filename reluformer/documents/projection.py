@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from reluformer.documents.passage import Mark, Passage
@@ -56,6 +56,11 @@ class _Writer:
         self.words: list[tuple[int, int]] = []
         self.alignment: list[int] = []
         self._split_words(alignment)
+        self._starts, self._stops = ([word[side] for word in self.source_words] for side in (0, 1))
+        self._readers: list[list[int]] = [[] for _ in self.source_words]
+        """Words of the translation that are aligned with each word of the original."""
+        for word, read in enumerate(self.alignment):
+            self._readers[read].append(word)
         self._used: set[int] = set()
 
     def _split_words(self, alignment: Sequence[int]) -> None:
@@ -106,21 +111,13 @@ class _Writer:
         check_cancelled()
         if mark.is_verbatim and (copied := self._copied(mark, first, end)):
             return copied
-        covered = [
-            index
-            for index, (start, stop) in enumerate(self.source_words)
-            if start < mark.end and stop > mark.start
-        ]
-        if covered:
-            inside = [
-                word
-                for word in range(first, end)
-                if covered[0] <= self.alignment[word] <= covered[-1]
-            ]
-            if inside and mark.is_verbatim:
-                return _longest_run(inside, 0)
-            if inside:
-                return self._trimmed(mark, *_longest_run(inside, _GAP), range(first, end))
+        covered = bisect_right(self._stops, mark.start), bisect_left(self._starts, mark.end)
+        readers = chain.from_iterable(self._readers[slice(*covered)])
+        inside = sorted(word for word in readers if first <= word < end)
+        if inside and mark.is_verbatim:
+            return _longest_run(inside, 0)
+        if inside:
+            return self._trimmed(mark, *_longest_run(inside, _GAP), range(first, end))
         place = self._empty_place(mark, first, end)
         return place, place
 
@@ -147,13 +144,13 @@ class _Writer:
 
     def _empty_place(self, mark: Mark, first: int, end: int) -> int:
         """Place of a mark without words: behind the translation of the word before it."""
-        before = [i for i, (_, stop) in enumerate(self.source_words) if stop <= mark.start]
+        before = bisect_right(self._stops, mark.start)
         if not before:
             return first
-        following = [word + 1 for word in range(first, end) if self.alignment[word] == before[-1]]
+        following = [word + 1 for word in self._readers[before - 1] if first <= word < end]
         if following:
             return following[-1]
-        share = len(before) / len(self.source_words)
+        share = before / len(self.source_words)
         return min(max(round(share * len(self.words)), first), end)
 
     def _copied(self, mark: Mark, first: int, end: int) -> tuple[int, int] | None:
@@ -162,11 +159,13 @@ class _Writer:
         A copy belongs to one mark only.
         """
         visible = self.passage.text[mark.start : mark.end]
+        if not visible:
+            return None
         place = mark.start * len(self.target) / len(self.passage.text)
         copies = [
             copy.start()
             for copy in re.finditer(re.escape(visible), self.target, re.IGNORECASE)
-            if visible and copy.start() not in self._used
+            if copy.start() not in self._used
         ]
         for start in sorted(copies, key=lambda start: abs(start - place)):
             stop = start + len(visible)

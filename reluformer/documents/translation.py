@@ -99,7 +99,10 @@ class Document:
         self._translator = translator
         for group in self._groups(translator, pace):
             lines = [sentence.text for sentence in self.sentences[group.context : group.end]]
-            translated = translator.lines(lines, together=translator.documents)
+            numbers = range(group.context + 1, group.end + 1)
+            translated = translator.lines(
+                lines, together=translator.documents, numbers=numbers, unit="sentence"
+            )
             new = group.first - group.context
             lines, targets = lines[new:], [target.strip() for target in translated[new:]]
             self._targets += targets

@@ -186,6 +186,7 @@ class Translator:
         *,
         together: bool = False,
         numbers: Sequence[int] | None = None,
+        unit: str = "line",
     ) -> list[str]:
         """Translate each line.
 
@@ -193,6 +194,7 @@ class Translator:
             lines: Text without line ends; blank lines stay blank.
             together: Translate the sentences of a document together, as `document` does.
             numbers: Line numbers for warnings; default 1, 2, ...
+            unit: What warnings call a line.
         """
         lines = _texts(lines)
         numbers = range(1, len(lines) + 1) if numbers is None else numbers
@@ -209,19 +211,22 @@ class Translator:
         )
         if segmented.long:
             log.warning(
-                "%d of %d line(s) have more than %d tokens and are translated in pieces; the first "
-                "is line %d",
+                "%d of %d %s(s) have more than %d tokens and are translated in pieces; the first "
+                "is %s %d",
                 len(segmented.long),
                 len(set(numbers)),
+                unit,
                 self.max_length - 1,
+                unit,
                 numbers[segmented.long[0]],
             )
         incomplete = self._fill(segmented)
         if incomplete:
             log.warning(
                 "%d translation(s) reached the maximum length and may be incomplete or repetitive; "
-                "the first is in line %d",
+                "the first is in %s %d",
                 len(incomplete),
+                unit,
                 numbers[min(incomplete)],
             )
         return segmented.translations()

@@ -306,6 +306,7 @@ def test_hostile_documents_take_linear_time(name: str) -> None:
         "- ",
         "|a",
         "a@",
+        "😀 a ",
     ):
         document = "1\n00:00:01,000 --> 00:00:02,000\n" + piece * (8_000 // len(piece))
         rewrite(document, name)

@@ -64,6 +64,15 @@ def test_a_pace_gives_small_groups_first(folder: Path) -> None:
     assert document.result() == "ONE IS HERE. " * 12
 
 
+def test_warnings_count_the_sentences_of_the_document(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = Document("One is here. " * 256 + "word " * 200)
+    with caplog.at_level("WARNING"):
+        list(document.translate(Translator.load(folder)))
+    assert "in pieces; the first is sentence 257" in caplog.text
+
+
 def test_several_documents_share_batches_and_no_context(folder: Path) -> None:
     translator = Translator.load(folder)
     texts = ["The cat sat. It left.", "", "The dog ate."]

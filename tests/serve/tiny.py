@@ -44,6 +44,7 @@ class EchoTranslator(Translator):
         *,
         together: bool = False,
         numbers: Sequence[int] | None = None,
+        unit: str = "line",
     ) -> list[str]:
         """Upper case of each line."""
         self.groups.append(list(lines))
