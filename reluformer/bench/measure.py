@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from reluformer.bench.gate import check_all, cotangents
 from reluformer.bench.report import MATMUL, Report, Row
 from reluformer.bench.timing import Call, Clock, OutOfTime, Times, in_short, ratio
 from reluformer.errors import UserError
+from reluformer.products import fast_products
 
 Progress = Callable[[int, int | None, str], None]
 Save = Callable[[Report], None]
@@ -66,7 +68,9 @@ def run(
     elif device == "cuda" and not torch.cuda.is_available():
         raise UserError("device must be cpu, because torch finds no GPU; got cuda")
     chosen = plan(device, selection.dtypes, selection.quick).selected(selection.only)
-    return measure(chosen, seconds=seconds, command=command, progress=progress, save=save)
+    # On an AMD processor SDPA is up to twice as fast in float32 with oneDNN.
+    with fast_products("cpu") if device == "cpu" else nullcontext():
+        return measure(chosen, seconds=seconds, command=command, progress=progress, save=save)
 
 
 def measure(

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from reluformer.config.train import TrainConfig
+from reluformer.products import fast_products
 
 # Parameters of glibc's `mallopt`, and the numbers that its own adaptation reaches with tensors of
 # tens of megabytes. It adapts no further once a parameter has been set.
@@ -33,43 +34,11 @@ def torch_settings(config: TrainConfig, device: torch.device) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
-        with _fast_products(device), _kept_memory() if device.type == "cpu" else nullcontext():
+        with fast_products(device.type), _kept_memory() if device.type == "cpu" else nullcontext():
             yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict, warn_only=lenient)
-
-
-@contextmanager
-def _fast_products(device: torch.device) -> Iterator[None]:
-    """Compute float32 products in TF32 on a GPU, and by oneDNN on a CPU."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        # The caller has set precisions of single backends (`torch.backends`), which are kept.
-        yield
-        return
-    try:
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
-        else:
-            _prefer_onednn(before)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _prefer_onednn(before: str) -> None:
-    """Let oneDNN compute float32 products, if it does so in float32.
-
-    By default torch uses MKL, which leaves AVX-512 unused on AMD processors. "medium" selects
-    oneDNN and allows it to round to bfloat16, which it does where that is faster: with AMX.
-    """
-    torch.set_float32_matmul_precision("medium")
-    # bfloat16 has 8 bits: it would round these numbers to 1.
-    numbers = torch.full((128, 128), 1 + 2**-12, dtype=torch.float32)
-    if not torch.equal(numbers @ torch.ones_like(numbers), 128 * numbers):
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Settings of a training change the speed of a CPU and no results, and are restored."""
+"""Settings of the process during a training."""
 
 import os
 import platform
@@ -13,26 +13,6 @@ from reluformer.train.torch_settings import torch_settings
 CPU = torch.device("cpu")
 
 
-def test_float32_products_stay_float32() -> None:
-    """Whatever a library does with "medium" on this processor."""
-    torch.manual_seed(0)
-    a, b = torch.randn(256, 512), torch.randn(512, 384)
-    with torch_settings(TrainConfig(), CPU):
-        torch.testing.assert_close((a @ b).double(), a.double() @ b.double(), atol=1e-3, rtol=0)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_processor_that_rounds_to_bfloat16_keeps_the_precision(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    product, rounded = torch.Tensor.__matmul__, torch.Tensor.bfloat16
-    monkeypatch.setattr(
-        torch.Tensor, "__matmul__", lambda a, b: product(rounded(a), rounded(b)).float()
-    )
-    with torch_settings(TrainConfig(), CPU):
-        assert torch.get_float32_matmul_precision() == "highest"
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no mallopt")
 def test_freed_memory_is_used_again() -> None:
     def page_faults() -> int:
@@ -45,19 +25,6 @@ def test_freed_memory_is_used_again() -> None:
         page_faults()
         assert page_faults() < 16384
     assert page_faults() > 16384
-
-
-def test_precisions_of_single_backends_are_kept() -> None:
-    """torch refuses to tell its one setting for all backends after one of them was set."""
-    products = torch.backends.mkldnn.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "bf16"
-    try:
-        with torch_settings(TrainConfig(), CPU):
-            assert products.fp32_precision == "bf16"
-        assert products.fp32_precision == "bf16"
-    finally:
-        products.fp32_precision = before
 
 
 def test_a_gpu_gets_the_faster_gradients_of_layer_norms_unless_told_otherwise(
