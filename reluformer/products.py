@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -18,24 +19,28 @@ def fast_products(device: str) -> Iterator[None]:
         # The caller has set precisions of single backends (`torch.backends`), which are kept.
         yield
         return
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    elif onednn_is_exact():
+        torch.set_float32_matmul_precision("medium")
     try:
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high")
-        else:
-            _prefer_onednn(before)
         yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _prefer_onednn(before: str) -> None:
-    """Let oneDNN compute float32 products, if it does so in float32.
+@cache
+def onednn_is_exact() -> bool:
+    """Whether oneDNN, which "medium" selects, computes float32 products in float32.
 
-    By default torch uses MKL, which leaves AVX-512 unused on AMD processors. "medium" selects
-    oneDNN and allows it to round to bfloat16, which it does where that is faster: with AMX.
+    By default torch uses MKL, which leaves AVX-512 unused on AMD processors. "medium" also allows
+    oneDNN to round to bfloat16, which it does where that is faster: with AMX.
     """
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    # bfloat16 has 8 bits: it would round these numbers to 1.
-    numbers = torch.full((128, 128), 1 + 2**-12, dtype=torch.float32)
-    if not torch.equal(numbers @ torch.ones_like(numbers), 128 * numbers):
+    try:
+        # bfloat16 has 8 bits: it would round these numbers to 1.
+        numbers = torch.full((128, 128), 1 + 2**-12, dtype=torch.float32)
+        return torch.equal(numbers @ torch.ones_like(numbers), 128 * numbers)
+    finally:
         torch.set_float32_matmul_precision(before)

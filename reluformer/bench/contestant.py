@@ -1,6 +1,7 @@
 """One implementation of attention on one case."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from reluformer.bench.cases import Case
 
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 Options = Callable[[int, int], dict[str, Any]]
+Context = Callable[[], AbstractContextManager[None]]
 
 
 def no_options(batch: int, heads: int) -> dict[str, Any]:
@@ -39,6 +41,8 @@ class Contestant:
     """Power of ReLU; errors of the scores grow with it."""
     deterministic_run: Run | None = None
     """Function to compare with float64 if `run` is random."""
+    context: Context | None = None
+    """Settings under which it is timed, in its backward pass, too."""
     absent: str | None = None
     """Reason why it cannot run on this case, if known in advance."""
     work: float = 1.0

@@ -13,6 +13,7 @@ from reluformer.bench.flex import flex_contestants
 from reluformer.bench.rules import rules
 from reluformer.ops import attention
 from reluformer.ops.backends.registry import BACKENDS
+from reluformer.products import fast_products
 
 # SDPA backends that compute softmax attention without materialising its weights.
 _SDPA = {
@@ -37,6 +38,13 @@ def contestants(case: Case) -> dict[str, Contestant]:
     entrants = [_backend(case, kind, impl) for kind, impl in pairs]
     for name, backend in _SDPA.items():
         entrants.append(Contestant(name, "softmax", partial(_sdpa, backend, case.causal), case))
+    if case.device == "cpu" and case.dtype == "float32":
+        # Up to twice as fast as MKL on AMD processors, and slower where there are few rows.
+        run, context = (
+            partial(_sdpa, _SDPA["SDPA-flash"], case.causal),
+            partial(fast_products, "cpu"),
+        )
+        entrants.append(Contestant("SDPA-oneDNN", "softmax", run, case, context=context))
     entrants += flex_contestants(case)
     if case.group == "dense":
         entrants += rules(case)

@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from reluformer.bench.cases import Case, Mode, Plan, plan
-from reluformer.bench.contestant import Contestant
+from reluformer.bench.contestant import Contestant, Context
 from reluformer.bench.contestants import contestants
 from reluformer.bench.features import PLAIN
 from reluformer.bench.gate import check_all, cotangents
 from reluformer.bench.report import MATMUL, Report, Row
 from reluformer.bench.timing import Call, Clock, OutOfTime, Times, in_short, ratio
 from reluformer.errors import UserError
-from reluformer.products import fast_products
 
 Progress = Callable[[int, int | None, str], None]
 Save = Callable[[Report], None]
@@ -68,9 +66,7 @@ def run(
     elif device == "cuda" and not torch.cuda.is_available():
         raise UserError("device must be cpu, because torch finds no GPU; got cuda")
     chosen = plan(device, selection.dtypes, selection.quick).selected(selection.only)
-    # On an AMD processor SDPA is up to twice as fast in float32 with oneDNN.
-    with fast_products("cpu") if device == "cpu" else nullcontext():
-        return measure(chosen, seconds=seconds, command=command, progress=progress, save=save)
+    return measure(chosen, seconds=seconds, command=command, progress=progress, save=save)
 
 
 def measure(
@@ -164,7 +160,7 @@ class _Pass:
         failed: dict[str, str] = {}
         for entrant in self.entrants:
             try:
-                calls[entrant.name] = self._call(entrant, clock)
+                calls[entrant.name] = _within(entrant.context, self._call(entrant, clock))
             except Exception as problem:
                 failed[entrant.name] = in_short(problem)
         size, dtype = self.plan.matmul, getattr(torch, self.case.dtype)
@@ -207,6 +203,18 @@ class _Pass:
             return torch.autograd.grad(outputs, leaves, cotangents(grad, outputs))
 
         return both if self.mode == "both" else forward
+
+
+def _within(context: Context | None, call: Call) -> Call:
+    """The call in a context, which every call enters anew."""
+    if context is None:
+        return call
+
+    def run() -> object:
+        with context():
+            return call()
+
+    return run
 
 
 def _input_sets(case: Case, cache: int) -> int:

@@ -60,9 +60,11 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
     types = tuple(map(type, values))
     if not _NUMBERS.issuperset(types):
         values = [_kind(x) if isinstance(x, Tensor) else x for x in values]
+    # `auto` also looks at the library of float32 products.
+    products = torch.backends.mkldnn.matmul.fp32_precision if name == "softmax" else None
     causal, window, every = visibility.causal, visibility.window, call.entropy_every
     return (
-        name, impl, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        name, impl, products, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, device, tensors,
         causal, type(causal), window, type(window), call.scale, call[6:11], type(every),
         types, *options, *values,

@@ -47,6 +47,8 @@ class Program:
     """Device type on which `auto` considers the backend; None means any."""
     opaque: bool = False
     """Whether `torch.compile` sees a single operator in place of the backend."""
+    is_slow: Callable[[Call], bool] = lambda call: False
+    """Whether a later backend is faster for a call, so that `auto` passes over this one."""
 
 
 Backend = Kernel | Program
@@ -54,7 +56,7 @@ Backend = Kernel | Program
 BACKENDS: dict[str, Backend] = {
     "triton": Kernel(triton.attend, triton.why_not, "cuda", opaque=True, prepare=triton.prepare),
     "cpu": Kernel(cpu.attend, cpu.why_not, device="cpu"),
-    "sdpa": Program(sdpa.run, sdpa.why_not),
+    "sdpa": Program(sdpa.run, sdpa.why_not, is_slow=sdpa.is_slow),
     "reference": Program(reference.run, reference.why_not),
 }
 """Fastest first; `impl="auto"` takes the first backend that can run the call."""
@@ -104,7 +106,9 @@ def choose(attention: Attention, call: Call, rule: Rectified | None, impl: str) 
     if impl == "auto":
         device = call.q.device.type
         for name, backend in BACKENDS.items():
-            if backend.device in (None, device) and not why_not(backend, attention, call, rule):
+            if backend.device not in (None, device) or why_not(backend, attention, call, rule):
+                continue
+            if not (isinstance(backend, Program) and backend.is_slow(call)):
                 return name
     if not isinstance(impl, str) or impl not in BACKENDS:
         allowed = ", ".join(["auto", *BACKENDS])

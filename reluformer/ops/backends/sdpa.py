@@ -22,6 +22,8 @@ _WITHOUT_PLANS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# Scores of a head from which on SDPA is faster than the reference with oneDNN's float32 products.
+_ONEDNN_SCORES = 1 << 17
 
 
 def why_not(attention: Attention, call: Call) -> str | None:
@@ -31,6 +33,17 @@ def why_not(attention: Attention, call: Call) -> str | None:
     if call.return_weights or call.return_stats or call.return_sums:
         return "torch's fused kernels return neither weights nor statistics"
     return None
+
+
+def is_slow(call: Call) -> bool:
+    """Whether the reference is faster: a CPU whose float32 products oneDNN computes, short rows.
+
+    SDPA asks oneDNN for one small product after the other, which costs more than they take.
+    """
+    if call.q.device.type != "cpu" or call.q.dtype != torch.float32 or not is_untraced(call.q):
+        return False
+    scores = call.q.shape[2] * call.k.shape[2]
+    return scores < _ONEDNN_SCORES and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 
 
 def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:
