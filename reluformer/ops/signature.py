@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reluformer.ops.backends.torch_state import PLAIN, is_untraced
+from reluformer.ops.backends.torch_state import PLAIN, is_untraced, prefers_onednn
 from reluformer.ops.call import Call, Prepared
 from reluformer.ops.rule import Rectified
 
@@ -61,10 +61,10 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
     if not _NUMBERS.issuperset(types):
         values = [_kind(x) if isinstance(x, Tensor) else x for x in values]
     # `auto` also looks at the library of float32 products.
-    products = torch.backends.mkldnn.matmul.fp32_precision if name == "softmax" else None
+    has_onednn = name == "softmax" and prefers_onednn()
     causal, window, every = visibility.causal, visibility.window, call.entropy_every
     return (
-        name, impl, products, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        name, impl, has_onednn, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         q.dtype, k.dtype, v.dtype, device, tensors,
         causal, type(causal), window, type(window), call.scale, call[6:11], type(every),
         types, *options, *values,

@@ -18,12 +18,21 @@ from reluformer.bench.measure import measure
 from reluformer.bench.report import table
 from reluformer.cli import app
 from reluformer.ops import relu_attention
+from reluformer.products import onednn_is_exact
 
 ONLY = ("bench", "--quick", "--device", "cpu")
 
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_call_runs_in_the_context_of_its_contestant() -> None:
+    case = next(case for case in plan("cpu", quick=True).cases if case.group == "dense")
+    onednn = contestants(case)["SDPA-oneDNN"]
+    call = measuring._within(onednn.context, torch.get_float32_matmul_precision)
+    assert call() == ("medium" if onednn_is_exact() else "highest")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_quick_run_writes_json_a_table_and_a_figure(tmp_path: Path) -> None:
@@ -35,6 +44,7 @@ def test_a_quick_run_writes_json_a_table_and_a_figure(tmp_path: Path) -> None:
     modes = {(row["mode"], row["name"]) for row in found["rows"]}
     for name in ("relu cpu", "relu reference", "softmax sdpa", "SDPA-flash", "entmax15 reference"):
         assert {(mode, name) for mode in ("forward", "backward", "both", "decode")} <= modes
+    assert ("backward", "SDPA-oneDNN") in modes
     assert ("both", "dropout") in modes and ("both", "matmul") in modes
     for row in found["rows"]:
         assert row["ms"] > 0 and row["pairs"] >= 3

@@ -83,6 +83,13 @@ def test_autocast_is_part_of_the_signature(checked: list[str]) -> None:
     assert checked == ["relu", "relu"]
 
 
+def test_the_library_of_products_is_part_of_the_signature_of_softmax(checked: list[str]) -> None:
+    for precision in ("highest", "medium", "highest"):
+        torch.set_float32_matmul_precision(precision)  # The tests reset it.
+        attention("softmax", *make())
+    assert checked == ["softmax", "softmax"]
+
+
 def test_the_new_value_of_a_remembered_signature_counts() -> None:
     """Tensors in the rule are those of the call, not of the call that was remembered."""
     q, k, v = make()

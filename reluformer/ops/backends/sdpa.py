@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from reluformer.errors import UserError
 from reluformer.ops import hidden
 from reluformer.ops.backends import reference
-from reluformer.ops.backends.torch_state import is_untraced, needs_grad
+from reluformer.ops.backends.torch_state import is_untraced, needs_grad, prefers_onednn
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
 
@@ -42,8 +42,7 @@ def is_slow(call: Call) -> bool:
     """
     if call.q.device.type != "cpu" or call.q.dtype != torch.float32 or not is_untraced(call.q):
         return False
-    scores = call.q.shape[2] * call.k.shape[2]
-    return scores < _ONEDNN_SCORES and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    return call.q.shape[2] * call.k.shape[2] < _ONEDNN_SCORES and prefers_onednn()
 
 
 def run(attention: Attention, call: Call, options: Mapping[str, Any]) -> AttentionResult:

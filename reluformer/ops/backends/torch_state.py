@@ -49,6 +49,12 @@ def allows_tf32() -> bool:
     return precision == "tf32"
 
 
+def prefers_onednn() -> bool:
+    """Whether oneDNN computes float32 matrix products on a CPU (see `reluformer.products`)."""
+    precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return precision == "bf16"
+
+
 def intercepts_operators(tensor: Tensor) -> bool:
     """Whether the tensor is of a subclass whose `__torch_dispatch__` replaces operators."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__

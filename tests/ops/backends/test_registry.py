@@ -15,6 +15,8 @@ from reluformer.ops.backends import reference, registry
 from reluformer.ops.backends.registry import BACKENDS, Program
 from reluformer.ops.call import AttentionResult, Call
 from reluformer.ops.definition import Attention
+from reluformer.ops.family.table import ATTENTIONS
+from reluformer.ops.visibility import Visibility
 from tests.ops.inputs import make
 
 
@@ -54,6 +56,18 @@ def test_auto_passes_over_the_implementations_of_other_devices(
     assert not fast
     attention("tda", q, k, v, impl="fast")
     assert fast == ["tda"]
+
+
+def test_auto_avoids_sdpa_for_short_rows_where_onednn_multiplies() -> None:
+    def backend(length: int, dtype: torch.dtype = torch.float32) -> str:
+        q, k, v = (torch.randn(1, 1, length, 8, dtype=dtype) for _ in range(3))
+        call = Call(q, k, v, Visibility(), 1.0)
+        return registry.choose(ATTENTIONS["softmax"], call, None, "auto")
+
+    assert backend(100) == backend(1000) == "sdpa"
+    torch.set_float32_matmul_precision("medium")  # The tests reset it.
+    assert backend(100) == "reference"
+    assert backend(1000) == backend(100, torch.bfloat16) == "sdpa"
 
 
 @pytest.mark.parametrize(
