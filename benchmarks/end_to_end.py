@@ -53,7 +53,7 @@ from reluformer.config.train import TrainConfig
 from reluformer.files import write_json
 from reluformer.info import commit, info
 from reluformer.processes import Processes, processes
-from reluformer.train.initialise import torch_settings
+from reluformer.train.torch_settings import torch_settings
 
 Row = dict[str, Any]
 GPU = Plan("cuda", (512, 1024, 4096), 16_384, 30_000, 12, ("train.precision=bfloat16",))

@@ -51,7 +51,7 @@ def test_the_page_can_be_typed_as_written(
         if language == "python":
             exec(code.replace("train=400", "train=10"), {})
         else:
-            for line in code.splitlines():
+            for line in code.replace("\\\n", " ").splitlines():
                 run(line)
     start, tuned = (load_run(folder).model for folder in ("int8", "runs/mine"))
     weights = [model.target_embedding.weight for model in (start, tuned)]
