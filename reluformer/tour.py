@@ -52,7 +52,7 @@ def tour(
     print(f"reluformer {__version__}: attention without softmax\n")
     _show_memory()
     print("\n2. Two models, one with ReLU and one with softmax, learn to translate stories about")
-    print("   dates, times and prices into German. This takes about three minutes on two cores.")
+    print("   dates, times and prices into German. This takes one to three minutes on two cores.")
     _train(folder, overrides)
     # Test documents are as long as training documents.
     generated = load_recipe(RECIPE, overrides).data.generated
