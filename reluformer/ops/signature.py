@@ -60,8 +60,8 @@ def signature(name: str, call: Call, options: Mapping[str, Any], impl: str) -> H
     types = tuple(map(type, values))
     if not _NUMBERS.issuperset(types):
         values = [_kind(x) if isinstance(x, Tensor) else x for x in values]
-    # `auto` also looks at the library of float32 products.
-    has_onednn = name == "softmax" and prefers_onednn()
+    # On a CPU, `auto` also looks at the library of float32 products.
+    has_onednn = name == "softmax" and device.type == "cpu" and prefers_onednn()
     causal, window, every = visibility.causal, visibility.window, call.entropy_every
     return (
         name, impl, has_onednn, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
